@@ -3162,11 +3162,15 @@ typedef struct rocq_k_matmul_args {
 // Columns of work: (query i, head h of a KV head's group), column i group + h. attention_decode
 // takes ROCQ_K_DECODE_COLUMNS of them a block, attention_prefill ROCQ_K_PREFILL_COLUMNS(D), D being
 // the kernel's head size, which is the least in ROCQ_K_HEAD_DIMS that is head_dim or more.
+// attention_step takes one query of up to ROCQ_K_STEP_COLUMNS heads a block, and nothing but rows
+// in F16 (rocq__attention_steps); its head sizes are ROCQ_K_STEP_DIMS.
 #define ROCQ_K_DECODE_COLUMNS 16
+#define ROCQ_K_STEP_COLUMNS 8
 #define ROCQ_K_PREFILL_COLUMNS(D) ((D) <= 128 ? 64 : (D) == 256 ? 32 : 16)
 
-// Blocks of 128 threads. blockIdx.x counts n_splits fastest, then KV heads, then sequences, then
-// n_tiles from the last to the first, because the last queries see most positions:
+// Blocks of 128 threads, of attention_step 256. blockIdx.x counts n_splits fastest, then KV heads,
+// then sequences, then n_tiles from the last to the first, because the last queries see most
+// positions:
 //   n_tiles   columns of a KV head, group n_q, over the columns of a block, rounded up
 //   n_splits  1 or more: so many blocks share the positions of a tile. A block takes no fewer than
 //             ROCQ_K_ATTEND_RUN, or all, so if kv_len is short the last ones are idle. Sums, and
@@ -3393,6 +3397,7 @@ enum {
     ROCQ_K_ID_read = 1003 // no format
 };
 #define ROCQ_K_HEAD_DIMS(F, X) F(X, 64) F(X, 80) F(X, 96) F(X, 112) F(X, 128) F(X, 256) F(X, 512)
+#define ROCQ_K_STEP_DIMS(F, X) F(X, 64) F(X, 128) F(X, 256)
 #define ROCQ_K_BACK_DIMS(F, X) F(X, 64) F(X, 80) F(X, 96) F(X, 112) F(X, 128)
 #define ROCQ_K_CONV_TILES(F, X) F(X, 128) F(X, 64) F(X, 16) // channels of y
 
@@ -3422,6 +3427,7 @@ enum {
 #define ROCQ_K_ATTENTION(X, d)                          \
     X(attention_decode_##d, rocq_k_attention_args, 128) \
     X(attention_prefill_##d, rocq_k_attention_args, 128)
+#define ROCQ_K_ATTENTION_STEP(X, d) X(attention_step_##d, rocq_k_attention_args, 256)
 
 #define ROCQ_K_ATTENTION_BACKWARD(X, d) \
     X(attention_backward_##d, rocq_k_attention_backward_args, ROCQ_K_BACK_THREADS(d))
@@ -3493,6 +3499,7 @@ enum {
     ROCQ_K_ALL_FORMATS(ROCQ_K_EXPERTS_F32, X)                \
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATMUL_EXPERTS, X)             \
     ROCQ_K_HEAD_DIMS(ROCQ_K_ATTENTION, X)                    \
+    ROCQ_K_STEP_DIMS(ROCQ_K_ATTENTION_STEP, X)               \
     X(norm, rocq_k_norm_args, 512)                           \
     X(rope, rocq_k_rope_args, 256)                           \
     X(map, rocq_k_map_args, 256)                             \
@@ -19765,6 +19772,34 @@ static bool rocq__attention_decodes(const rocq__site *site, int32_t tile) {
     return tile < many || (many == few && site->m <= few);
 }
 
+// Whether rows of a tensor, its address, and what lies between them are multiples of 16 bytes.
+static bool rocq__attention_aligned(const rocq_tensor *t) {
+    const rocq_k_tensor k = rocq__k_tensor(t);
+    const int64_t all = k.stride[0] | k.stride[1] | k.stride[2];
+    return (((uint64_t)(uintptr_t)k.data | (uint64_t)all) & 15) == 0;
+}
+
+// Whether a launch that is of attention_decode can be of attention_step instead, as in most decode
+// steps: one query of a few heads a KV head, K and V in plain F16, and nothing but causal. It looks
+// at no tuned configuration, and at nothing of a rope_append before it, so that both have one
+// kernel.
+static bool rocq__attention_steps(const rocq_attention_params *p) {
+    const rocq_tensor *const kv[2] = {p->k, p->v};
+    const int64_t d = p->q->ne[0];
+    if (p->mask || p->sinks || p->lse || p->softcap > 0.0f || p->window > 0 || p->q->ne[2] != 1 ||
+        p->q->ne[1] / p->k->ne[1] > ROCQ_K_STEP_COLUMNS || d % 8 != 0 || d > 256 ||
+        p->q->format != ROCQ_F32 || !rocq__attention_aligned(p->q)) {
+        return false;
+    }
+    for (int i = 0; i < 2; i++) {
+        if (kv[i]->format != ROCQ_F16 || kv[i]->layout != ROCQ_LAYOUT_GGUF ||
+            !rocq__attention_aligned(kv[i]) || rocq__k_tensor(kv[i]).stride[1] >= 1 << 24) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static void rocq__job_attention(rocq__job *job, const void *params) {
     const rocq_attention_params *p = (const rocq_attention_params *)params;
     const int64_t n_heads = p->q->ne[1], n_kv_heads = p->k->ne[1], n_q = p->q->ne[2];
@@ -19780,6 +19815,7 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     const rocq_launch_config config = rocq__config_for(job->ctx, &site);
     const int64_t tile = config.tile_n;
     const bool decode = rocq__attention_decodes(&site, config.tile_n);
+    const bool step = decode && rocq__attention_steps(p);
     const int64_t n_tiles = (columns + tile - 1) / tile, blocks = n_tiles * n_kv_heads * n_seqs;
     const int64_t n_splits = blocks <= ROCQ__COUNTERS ? config.n_splits : 1;
     const int64_t group = n_heads / n_kv_heads;
@@ -19847,9 +19883,9 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     job->cost = rocq__job_cost(job, ROCQ_OP_ATTENTION, &all);
     const double once = 8.0 * (double)rocq_tensor_count(p->q); // bytes of q and out
     job->cost.bytes = once + (job->cost.bytes - once) * (double)n_tiles;
-    rocq__job_launch(job,
-                     (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size,
-                     blocks * n_splits, 1, 128, &args);
+    int kernel = (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size;
+    if (step) kernel = ROCQ_K_attention_step_64 + (head_dim > 128 ? 2 : head_dim > 64 ? 1 : 0);
+    rocq__job_launch(job, kernel, blocks * n_splits, 1, step ? 256 : 128, &args);
 }
 
 // -- rmsnorm, layernorm --
@@ -23197,6 +23233,12 @@ static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node, rocq__join
             from[i]->stride[1] != to[i]->stride[1] || from[i]->stride[2] != to[i]->stride[2]) {
             return false;
         }
+    }
+    // attention_step reads four elements at once, and four of their partners.
+    if (rocq__attention_steps(p) &&
+        (!rocq__attention_aligned(append->k) || !rocq__attention_aligned(append->v) ||
+         append->rope.n_dims % 8 != 0)) {
+        return false;
     }
     const rocq__site site = rocq__attention_site(p);
     return rocq__attention_decodes(&site, rocq__config_for(ctx, &site).tile_n) &&

@@ -6406,6 +6406,387 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
     attend_finish<S>(a, state, run.n_runs, lds);
 }
 
+// A decode step with plain F16 rows (rocq__attention_steps in rocq.h): one query a sequence, up to
+// ROCQ_K_STEP_COLUMNS heads on a KV head. It takes little time where the sequence is short: the
+// kernel is small, because a step's other kernels evict its code between two launches, K and V are
+// requested before Q is rotated, and nothing is staged. A block is 8 waves of one column each; the
+// waves of a column are n_sets sets, which take KV tiles in turn.
+//
+//   D                  64   128   256
+//   LANES of a row      8    16    32    each with 8 elements, 16 bytes
+//   GROUPS              4     2     1    of LANES, in a wave
+//   TILE               32    16     8    positions of a wave, 8 of each group
+//
+//   s[p] = K[8 group + p] q    of a lane's elements; eight sums are added up over the lanes so that
+//                              each lane ends with one position's (attend_halve)
+//   P = 2^(s - m)              m and l of a group; weights go to all its lanes through LDS
+//   o[e] += P V                in F32, of a lane's 8 elements and a group's positions
+//
+// The columns of a group of lanes, then the sets' are added up relative to one maximum; the last
+// block to finish adds up the runs in the same way. A result in work is o of each column, then m
+// and l.
+// Grid    as at rocq_k_attention_args in rocq.h; 256 threads
+// LDS     6 to 17 KB: Q and the new rows of K and V in F16, angles, a wave's weights and rows of
+//         pages, sums of the waves
+// Values  Q and K are rounded to F16, all else is F32. A NaN or infinity in V reaches all columns
+// Bytes   K and V once per block from memory, and once per column from the caches
+template <int D> struct attend_step_shape {
+    enum {
+        COLUMNS = ROCQ_K_STEP_COLUMNS,
+        THREADS = COLUMNS * ROCQ_K_WAVE,
+        LANES = D / 8,
+        GROUPS = ROCQ_K_WAVE / LANES,
+        POSITIONS = 8, // of a group
+        TILE = GROUPS * POSITIONS,
+        QUADS = D / 4,
+        KEPT = D / ROCQ_K_WAVE, // elements of a column that a lane has when groups are added up
+        RESULT = COLUMNS * (D + 2), // floats of a block in work
+        // LDS, in bytes: Q of each column, K and V of the new position; sines and cosines; weights
+        // and rows of each wave; its m, then its l; a word; its o
+        ANGLES_AT = (COLUMNS + 2) * D * 2,
+        WEIGHTS_AT = ANGLES_AT + D * 4,
+        ROWS_AT = WEIGHTS_AT + THREADS * 4,
+        M_AT = ROWS_AT + THREADS * 4,
+        WORD_AT = M_AT + 2 * COLUMNS * 4,
+        SUMS_AT = WORD_AT + 16,
+        BYTES = SUMS_AT + COLUMNS * D * 4
+    };
+    static_assert(RESULT <= ROCQ_K_DECODE_COLUMNS * (D * 5 / 8 + 2), "work is of the decode kernel");
+};
+
+// Adds v of two lanes `mask` apart: each keeps half of the N elements, the upper lane the upper.
+template <int mask, int N> DEV void attend_halve(float (&v)[8]) {
+    const bool upper = (lane_index() & mask) != 0;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+        const float other = wave_xor<mask>(upper ? v[i] : v[i + N / 2]);
+        v[i] = (upper ? v[i + N / 2] : v[i]) + other;
+    }
+}
+
+template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
+    typedef attend_step_shape<D> S;
+    LDS(u32x4, lds, S::BYTES / 16);
+    if (a.n_splits == 0) return;
+    char *const at = (char *)lds;
+    f16 *const q_rows = (f16 *)at;
+    float *const sine = (float *)(at + S::ANGLES_AT), *const cosine = sine + D / 2;
+    float *const all_m = (float *)(at + S::M_AT), *const all_l = all_m + S::COLUMNS;
+    float *const sums = (float *)(at + S::SUMS_AT);
+    const int thread = (int)thread_index(), lane = lane_index(), wave = wave_read(wave_index(), 0);
+    const int chunk = lane % S::LANES, group = lane / S::LANES;
+    float *const weights = (float *)(at + S::WEIGHTS_AT) + 32 * wave;
+    int32_t *const rows = (int32_t *)(at + S::ROWS_AT) + 32 * wave;
+
+    const uint32_t block = block_index() + a.common.block0, n_splits = (uint32_t)a.n_splits;
+    const uint32_t tile_index = n_splits == 1 ? block : block / n_splits;
+    const int split = (int)(block - tile_index * n_splits);
+    const int seq = a.n_seqs == 1 ? 0 : (int)(tile_index / (uint32_t)a.n_kv_heads);
+    const int kv_head = (int)tile_index - seq * a.n_kv_heads, n_columns = a.group;
+    const int shift = (n_columns <= 1) + (n_columns <= 2) + (n_columns <= 4), n_sets = 1 << shift;
+    const int column = wave >> shift, set = wave & (n_sets - 1);
+
+    // Quad i of Q's columns, then of the new K and of the new V.
+    const bool append = a.rotation.pos != 0;
+    const int n_quads = (n_columns + (append ? 2 : 0)) * S::QUADS;
+    const char *const q_row = row_of(a.q, kv_head * n_columns, 0, seq),
+                     *const k_row = row_of(a.append[0], kv_head, 0, 0),
+                     *const v_row = row_of(a.append[1], kv_head, 0, 0);
+    const auto load = [&](int i) {
+        const int item = i / S::QUADS, k = 4 * (i % S::QUADS), half = a.rotation.n_dims / 2;
+        const char *row = item < n_columns    ? q_row + (uint32_t)item * a.q.stride[0]
+                          : item == n_columns ? k_row
+                                              : v_row;
+        rotation_quad q = {};
+        q.k = k;
+        if (i >= n_quads || k >= a.head_dim) return q;
+        q.count = 4;
+        q.rotated = item > n_columns ? 0 : 2 * half - k;
+        const u32x4 v = gload((const u32x4 *)((const float *)row + k));
+        u32x4 p = make4(v.y, v.x, v.w, v.z);
+        if (a.rotation.neox && q.rotated > 0)
+            p = gload((const u32x4 *)((const float *)row + (k < half ? k + half : k - half)));
+        floats4(ROCQ_F32, v, q.v);
+        floats4(ROCQ_F32, p, q.p);
+        return q;
+    };
+    rotation_quad quad = load(thread);
+    int position = 0, cell = -1, len = a.n_kv;
+    if (append) {
+        position = gload(a.rotation.pos);
+        cell = wave_read(gload(a.rotation.cell), 0);
+    }
+    if (a.kv_len) {
+        len = wave_read(gload(a.kv_len + seq), 0);
+        if (len < 1 || len > a.n_kv) {
+            if (thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_LENGTH);
+            len = len < 1 ? 1 : a.n_kv;
+        }
+    }
+    int n_runs = 1, begin = 0, end = len;
+    if (n_splits > 1) {
+        const int n = max(min(len / ROCQ_K_ATTEND_RUN, (int)n_splits), 1);
+        const int length = n == 1 ? len : ((len + n - 1) / n + 31) / 32 * 32;
+        n_runs = n == 1 ? 1 : (len + length - 1) / length;
+        if (split >= n_runs) return;
+        begin = split * length;
+        end = min(begin + length, len);
+    }
+
+    const bool paged = a.page_table != 0;
+    const char *const k_base = row_of(a.k, kv_head, 0, paged ? 0 : seq),
+                     *const v_base = row_of(a.v, kv_head, 0, paged ? 0 : seq);
+    const uint32_t k_step = (uint32_t)a.k.stride[1] & 0xffffff, // a product of 24
+                   v_step = (uint32_t)a.v.stride[1] & 0xffffff; // bits is one instruction
+    const uint32_t chunk_at = 16u * (uint32_t)min(chunk, a.head_dim / 8 - 1);
+    const int own = chunk / (S::LANES / 8); // the position of its group that the lane weighs
+    const float factor = a.scale * 1.44269504f;
+    // A tile of the wave. Positions past the end have the row of the last one.
+    int first = column < n_columns ? begin + set * S::TILE : end;
+    u32x4 k[S::POSITIONS], v[S::POSITIONS];
+    bool seen = false;
+    const auto fetch = [&]() {
+        const int last = end - 1 - first, r0 = S::POSITIONS * (recomputed(lane) / S::LANES);
+        seen = r0 + own <= last;
+        if (!paged) {
+            const char *const k_tile = k_base + (uint64_t)(uint32_t)first * k_step,
+                             *const v_tile = v_base + (uint64_t)(uint32_t)first * v_step;
+#pragma unroll
+            for (int p = 0; p < S::POSITIONS; p++) {
+                const uint32_t r = (uint32_t)min(r0 + p, last) & 31;
+                k[p] = gload((const u32x4 *)(k_tile + (r * k_step + chunk_at)));
+            }
+#pragma unroll
+            for (int p = 0; p < S::POSITIONS; p++) {
+                const uint32_t r = (uint32_t)min(r0 + p, last) & 31;
+                v[p] = gload((const u32x4 *)(v_tile + (r * v_step + chunk_at)));
+            }
+        } else {
+            const int row = attend_paged_row(a, seq, first + min(lane, last));
+            lput(rows + lane, max(row, 0));
+            seen = seen && (wave_ballot(row >= 0) >> (r0 + own) & 1) != 0;
+            wave_sync();
+#pragma unroll
+            for (int p = 0; p < S::POSITIONS; p++) {
+                const uint64_t r = (uint32_t)lget(rows + r0 + p);
+                k[p] = gload((const u32x4 *)(k_base + (r * k_step + chunk_at)));
+                v[p] = gload((const u32x4 *)(v_base + (r * v_step + chunk_at)));
+            }
+            wave_sync(); // else clang joins these loads and those above, with addresses in VGPRs
+        }
+    };
+    if (first < end) fetch();
+
+    // Q, and what a rope_append before attention does: the new rows of K and V stay in LDS for the
+    // blocks that read them, and the first block stores them in the cache.
+    for (int i = thread; i < a.rotation.n_dims / 2; i += S::THREADS) {
+        rotation_angle(a.rotation, position, i, sine, cosine);
+    }
+    block_sync_lds();
+    if (append && (cell < 0 || cell >= a.rotation.n_cells)) {
+        if (split == 0 && thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
+        cell = -1;
+    }
+#pragma unroll 1
+    for (int i = thread;; quad = load(i)) {
+        float y[4];
+        rotation_apply(a.rotation, quad, sine, cosine, y);
+        const u32x2 h = make2(attend_pair(y[0], y[1]), attend_pair(y[2], y[3]));
+        const int item = i / S::QUADS;
+        if (i < n_quads) lput((u32x2 *)(q_rows + D * item + quad.k), h);
+        if (item >= n_columns && quad.count != 0 && split == 0 && cell >= 0) {
+            char *const to = item == n_columns ? row_of(a.k, kv_head, cell, 0)
+                                               : row_of(a.v, kv_head, cell, 0);
+            gstore((u32x2 *)(to + 2 * quad.k), h);
+        }
+        i += S::THREADS;
+        if (i - lane >= n_quads) break;
+    }
+    block_sync_lds();
+    const u32x4 q = lget((const u32x4 *)(q_rows + D * min(column, n_columns - 1)) + chunk);
+    float o[8] = {}, m = -INFINITY, l = 0.0f;
+    const bool idle = first >= end;
+#pragma unroll 1
+    while (!idle) {
+        const int last = end - 1 - first;
+        if (cell >= 0 && (paged || (cell >= first && cell < min(first + S::TILE, end)))) {
+            const u32x4 *const fresh = (const u32x4 *)(q_rows + D * n_columns) + chunk;
+            const u32x4 new_k = lget(fresh), new_v = lget(fresh + S::LANES);
+#pragma unroll
+            for (int p = 0; p < S::POSITIONS; p++) {
+                const int r = S::POSITIONS * group + p;
+                if ((paged ? lget(rows + r) : first + min(r, last)) != cell) continue;
+                k[p] = new_k;
+                v[p] = new_v;
+            }
+        }
+
+        float s[8];
+        const uint32_t q_word[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int p = 0; p < S::POSITIONS; p++) {
+            const uint32_t k_word[4] = {k[p].x, k[p].y, k[p].z, k[p].w};
+            s[p] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                s[p] = dot2(bits<f16x2>(k_word[i]), bits<f16x2>(q_word[i]), s[p]);
+            if (a.head_dim < D && chunk >= a.head_dim / 8) s[p] = 0.0f;
+            if (p % 4 == 3) keep_order();
+        }
+        attend_halve<S::LANES / 2, 8>(s);
+        attend_halve<S::LANES / 4, 4>(s);
+        attend_halve<S::LANES / 8, 2>(s);
+        float score = s[0];
+        if (S::LANES > 16) score += wave_xor<2>(score);
+        if (S::LANES > 8) score += wave_xor<1>(score);
+        score = seen ? score * factor : -INFINITY;
+        float top = score;
+        top = fmaxf(top, wave_xor<S::LANES / 2>(top));
+        top = fmaxf(top, wave_xor<S::LANES / 4>(top));
+        top = fmaxf(top, wave_xor<S::LANES / 8>(top));
+        const bool moves = top > m + 8.0f;
+        if (wave_ballot(moves) != 0) {
+            const float to = moves ? top : m, keep = attend_keep(m, to);
+            m = to;
+            l *= keep;
+#pragma unroll
+            for (int e = 0; e < 8; e++) o[e] *= keep;
+        }
+        const float weight = exp2_fast(score - (m == -INFINITY ? 0.0f : m));
+        l += weight;
+        wave_sync();
+        lput(weights + S::POSITIONS * group + own, weight);
+        wave_sync();
+#pragma unroll
+        for (int p = 0; p < S::POSITIONS; p++) {
+            if (p % 4 == 0) keep_order();
+            const float w = lget(weights + S::POSITIONS * group + p);
+            const uint32_t v_word[4] = {v[p].x, v[p].y, v[p].z, v[p].w};
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                const float x = f16_f32((uint16_t)(v_word[e / 2] >> 16 * (e & 1)));
+                o[e] = fmaf(w, x, o[e]);
+            }
+        }
+        first += S::TILE << shift;
+        if (first >= end) break;
+        fetch();
+    }
+
+    float *const results = a.work + (int64_t)tile_index * a.n_splits * S::RESULT;
+    for (bool done = n_runs == 1;; done = true) {
+        // Everything relative to the largest m of the column's waves, then sums.
+        float top = m;
+        if (S::LANES <= 8) top = fmaxf(top, wave_xor<8>(top));
+        if (S::LANES <= 16) top = fmaxf(top, wave_xor<16>(top));
+        lput(all_m + wave, top);
+        block_sync_lds();
+        top = lget(all_m + (wave - set) + (lane & (n_sets - 1)));
+        top = fmaxf(top, wave_xor<1>(top));
+        top = fmaxf(top, wave_xor<2>(top));
+        top = fmaxf(top, wave_xor<4>(top));
+        const float keep = attend_keep(m, top);
+        l *= keep;
+        if (S::LANES <= 8) l += wave_xor<1>(l);
+        if (S::LANES <= 16) l += wave_xor<2>(l);
+        l += wave_xor<4>(l);
+        l += wave_xor<8>(l);
+        l += wave_xor<16>(l);
+#pragma unroll
+        for (int e = 0; e < 8; e++) o[e] *= keep;
+        if (S::GROUPS > 1) attend_halve<16, 8>(o);
+        if (S::GROUPS > 2) attend_halve<8, 4>(o);
+        float *const to = sums + D * wave + 8 * chunk + (S::GROUPS > 1 && (lane & 16) ? 4 : 0) +
+                          (S::GROUPS > 2 && (lane & 8) ? 2 : 0);
+#pragma unroll
+        for (int e = 0; e < S::KEPT; e += 2) {
+            lput((u32x2 *)(to + e), make2(bits<uint32_t>(o[e]), bits<uint32_t>(o[e + 1])));
+        }
+        lput(all_l + wave, l);
+        block_sync_lds();
+#pragma unroll 1
+        for (int i = thread; i - lane < n_columns * S::QUADS; i += S::THREADS) {
+            const int c = min(i / S::QUADS, n_columns - 1), d = 4 * (i % S::QUADS);
+            const bool live = i < n_columns * S::QUADS;
+            float x[4] = {}, sum = 0.0f, most = -INFINITY;
+#pragma unroll
+            for (int k = 0; k < S::COLUMNS; k++) {
+                const int w = (c << shift) + min(k, n_sets - 1);
+                const u32x4 part = lget((const u32x4 *)(sums + D * w + d));
+                const float part_l = lget(all_l + w), part_m = lget(all_m + w);
+                const bool there = k < n_sets;
+                x[0] += there ? bits<float>(part.x) : 0.0f;
+                x[1] += there ? bits<float>(part.y) : 0.0f;
+                x[2] += there ? bits<float>(part.z) : 0.0f;
+                x[3] += there ? bits<float>(part.w) : 0.0f;
+                sum += there ? part_l : 0.0f;
+                most = fmaxf(most, part_m);
+            }
+            if (done) {
+                const int head = kv_head * n_columns + c;
+                const float share = sum != 0.0f ? rcp_fast(sum) : 0.0f;
+#pragma unroll
+                for (int e = 0; e < 4; e++) x[e] = sum != 0.0f ? x[e] * share : 0.0f;
+                put4(a.out, is_wide(a.out), row_of(a.out, head, 0, seq),
+                     (uint32_t)(head + a.n_heads * seq), d, live ? quad_count(a.head_dim, d) : 0,
+                     x);
+            } else if (live) {
+                float *const result = results + split * S::RESULT;
+                gstore((u32x4 *)(result + c * D + d),
+                       make4(bits<uint32_t>(x[0]), bits<uint32_t>(x[1]), bits<uint32_t>(x[2]),
+                             bits<uint32_t>(x[3])));
+                if (d == 0)
+                    gstore((u32x2 *)(result + S::COLUMNS * D) + c,
+                           make2(bits<uint32_t>(most), bits<uint32_t>(sum)));
+            }
+        }
+        if (done) return;
+        uint32_t *const word = (uint32_t *)(at + S::WORD_AT);
+        if (block_ticket(a.counter + tile_index, word) != (uint32_t)n_runs - 1) return;
+        if (thread == 0) gstore(a.counter + tile_index, 0u);
+
+        // A group of lanes takes every (n_sets GROUPS)-th run, with the loads of AHEAD in flight.
+        enum { AHEAD = 4 };
+        m = -INFINITY;
+        l = 0.0f;
+#pragma unroll
+        for (int e = 0; e < 8; e++) o[e] = 0.0f;
+        const int stride = S::GROUPS << shift, from_column = min(column, n_columns - 1);
+#pragma unroll 1
+        for (int r = set * S::GROUPS + group; r < n_runs; r += AHEAD * stride) {
+            u32x4 part[AHEAD][2];
+            u32x2 m_l[AHEAD];
+            float to = m;
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const int run = r + i * stride;
+                const float *const from = results + (run < n_runs ? run : 0) * S::RESULT;
+                m_l[i] = gload((const u32x2 *)(from + S::COLUMNS * D) + from_column);
+                part[i][0] = gload((const u32x4 *)(from + from_column * D) + 2 * chunk);
+                part[i][1] = gload((const u32x4 *)(from + from_column * D) + 2 * chunk + 1);
+                if (run >= n_runs) m_l[i] = make2(bits<uint32_t>(-INFINITY), 0);
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) to = fmaxf(to, bits<float>(m_l[i].x));
+            const float keep = attend_keep(m, to);
+            m = to;
+            l *= keep;
+#pragma unroll
+            for (int e = 0; e < 8; e++) o[e] *= keep;
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const float add = attend_keep(bits<float>(m_l[i].x), to);
+                const uint32_t word[8] = {part[i][0].x, part[i][0].y, part[i][0].z, part[i][0].w,
+                                          part[i][1].x, part[i][1].y, part[i][1].z, part[i][1].w};
+                l += bits<float>(m_l[i].y) * add;
+#pragma unroll
+                for (int e = 0; e < 8; e++) o[e] += bits<float>(word[e]) * add;
+            }
+        }
+        if (own != 0) l = 0.0f; // the lanes of a group have the same l
+    }
+}
+
 // With D = 512 a block's four waves are the slices of one column tile, so prefill is the same as
 // decode.
 #define ROCQ_X(X, d)                                                                               \
@@ -6415,6 +6796,9 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
         else attend_decode<d>(a);                                                                  \
     }
 ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
+#undef ROCQ_X
+#define ROCQ_X(X, d) KERNEL(attention_step_##d, rocq_k_attention_args, 256) { attend_step<d>(a); }
+ROCQ_K_STEP_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
 
 // ---------------------------------------------------------------------------------------------

@@ -573,6 +573,7 @@ typedef struct attend {
     int64_t d, n_heads, n_kv_heads, n_q, n_kv, n_seqs;
     rocq_format q, out, k, v;
     bool causal, mask, mask_heads, sinks, kv_len, in_place, hadamard;
+    bool step; // of kernel attention_step
     int32_t window, page_size;
     float softcap;
     box_layout layout;
@@ -610,13 +611,15 @@ static void check_attention(const attend *s) {
     box lse = box_make(s->layout, ROCQ_F32, s->n_heads, s->n_q, s->n_seqs, 1);
     box *o = s->in_place ? &q : &out, *const outputs[2] = {o, &lse};
     // where every query sees something: the difference of two infinities is none
-    const bool all_see = !s->mask && !s->kv_len && (!s->causal || s->n_kv >= s->n_q);
+    const bool all_see =
+        !s->step && !s->mask && !s->kv_len && (!s->causal || s->n_kv >= s->n_q);
     const rocq_attention_params p = {
         .out = &o->t, .lse = all_see ? &lse.t : NULL, .q = &q.t, .k = &k.t, .v = &v.t,
         .mask = s->mask ? &mask.t : NULL,
         .sinks = s->sinks ? &sinks.t : NULL, .kv_len = s->kv_len ? &kv_len.t : NULL,
         .page_table = s->page_size ? &pages.t : NULL, .page_size = s->page_size,
         .softcap = s->softcap, .window = s->window, .causal = s->causal};
+    assert_true(!s->step || rocq__attention_steps(&p));
     compare_as(ROCQ_OP_ATTENTION, &p, &p, outputs, all_see ? 2 : 1, s->out == ROCQ_Q8_0 ? 1e-4 : 0,
             say("D %d, %d heads on %d, n_q %d, n_kv %d, seqs %d, K %s V %s, page %d", (int)s->d,
                 (int)s->n_heads, (int)s->n_kv_heads, (int)s->n_q, (int)s->n_kv, (int)s->n_seqs,
@@ -715,6 +718,27 @@ static void test_attention_long(void **state) {
                           .causal = true, .kv_len = i % 2 == 1, .sinks = i > 1};
         check_attention(&s);
     }
+}
+
+// attention_step: all its head sizes and groups, lengths about a tile's and a run's, sequences of
+// different lengths, pages, and results in every format.
+static void test_attention_step(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    static const int64_t dims[] = {64, 128, 256, 96, 80, 8, 192, 112};
+    static const int64_t lengths[] = {1, 7, 33, 128, 129, 255, 300, 1500, 16};
+    for (int i = 0; i < 40; i++) {
+        const attend s = {.d = dims[i % 8], .n_heads = (1 + i * 3 % 8) * (1 + i % 3),
+                          .n_kv_heads = 1 + i % 3, .n_q = 1, .n_kv = lengths[i % 9],
+                          .n_seqs = 1 + i % 7 % 3, .k = ROCQ_F16, .v = ROCQ_F16,
+                          .causal = i % 2 == 0, .kv_len = i % 4 > 1,
+                          .out = i % 5 == 4 ? ROCQ_F16
+                                 : i % 5 == 3 && dims[i % 8] % 32 == 0 ? ROCQ_Q8_0 : ROCQ_F32,
+                          .page_size = i % 3 == 1 ? 1 + i % 16 : 0, .in_place = i % 5 == 2,
+                          .step = true};
+        check_attention(&s);
+    }
+    random_state = saved;
 }
 
 // One head of 512 over all positions of a picture of 1024 x 1024 pixels, as in a VAE: so many tiles
@@ -2595,8 +2619,9 @@ static void test_graph_joins_append(void **state) {
         const bool dead = i != 5;
         box q = box_random(BOX_PLAIN, ROCQ_F32, 1, d, n_heads, 1, 1),
             q_next = box_random(BOX_STRIDED, ROCQ_F32, 1, d, n_heads, 1, 1);
-        box k = box_random(BOX_STRIDED, ROCQ_F32, 1, d, n_kv_heads, 1, 1),
-            v = box_random(BOX_STRIDED, ROCQ_F32, 1, d, n_kv_heads, 1, 1);
+        const bool plain = kv[i % 5] == ROCQ_F16 && i > 0; // as attention_step needs them
+        box k = box_random(plain ? BOX_PLAIN : BOX_STRIDED, ROCQ_F32, 1, d, n_kv_heads, 1, 1),
+            v = box_random(plain ? BOX_PLAIN : BOX_STRIDED, ROCQ_F32, 1, d, n_kv_heads, 1, 1);
         box out = box_make(BOX_PLAIN, ROCQ_F32, d, n_heads, 1, 1);
         box k_cache = box_random(BOX_PLAIN, kv[i % 5], 1, d, n_kv_heads, rows, 1),
             v_cache = box_random(BOX_PLAIN, kv[i % 5], 1, d, n_kv_heads, rows, 1);
@@ -2630,11 +2655,62 @@ static void test_graph_joins_append(void **state) {
         joined_add(&j, ROCQ_OP_ATTENTION, &attend);
         joined_add(&j, ROCQ_OP_CAST, &over);
         box *const outs[] = {&out, &k_cache, &v_cache, dead ? &q : &q_next};
-        joined_check(&j, outs, 4, dead ? 2 : 3,
+        joined_check(&j, outs, 4, dead && i > 0 ? 2 : 3,
                      say("append and attention, D %d, case %d", (int)d, i));
         box *const all[] = {&q, &q_next, &k, &v, &out, &k_cache, &v_cache, &pos, &cell, &kv_len,
                             &pages, &factors};
         for (int b = 0; b < 12; b++) box_free(all[b]);
+    }
+    random_state = saved;
+}
+
+// The same with attention_step: groups of 1 to 8 heads, runs that are merged, pages, all head sizes.
+static void test_graph_joins_append_step(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    static const int64_t ds[] = {64, 128, 256, 96, 80, 24};
+    for (int i = 0; i < 16; i++) {
+        const int64_t d = ds[i % 6], n_kv_heads = 1 + i % 2, n_heads = n_kv_heads * (1 + i % 8);
+        const int64_t page = i % 4 == 1 ? 16 : 0, rows = i % 3 == 2 ? 640 : 96;
+        const int64_t n_pages = page ? rows / page : 1;
+        box q = box_random(BOX_PLAIN, ROCQ_F32, 1, d, n_heads, 1, 1),
+            q_next = box_random(BOX_PLAIN, ROCQ_F32, 1, d, n_heads, 1, 1);
+        box k = box_random(BOX_PLAIN, ROCQ_F32, 1, d, n_kv_heads, 1, 1),
+            v = box_random(BOX_PLAIN, ROCQ_F32, 1, d, n_kv_heads, 1, 1);
+        box out = box_make(BOX_PLAIN, i % 5 == 4 ? ROCQ_F16 : ROCQ_F32, d, n_heads, 1, 1);
+        box k_cache = box_random(BOX_PLAIN, ROCQ_F16, 1, d, n_kv_heads, rows, 1),
+            v_cache = box_random(BOX_PLAIN, ROCQ_F16, 1, d, n_kv_heads, rows, 1);
+        box pos = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1),
+            cell = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1),
+            kv_len = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1),
+            pages = box_make(BOX_PLAIN, ROCQ_I32, n_pages, 1, 1, 1);
+        const int64_t at = i % 4 == 0 ? i : rows - 1 - i; // the new position
+        for (int64_t b = 0; b < n_pages; b++) pages.value[b] = (double)(n_pages - 1 - b);
+        pos.value[0] = (double)(at + 17);
+        kv_len.value[0] = (double)(at + 1);
+        cell.value[0] = (double)(page ? (n_pages - 1 - at / page) * page + at % page : at);
+        box *const written[] = {&pages, &pos, &kv_len, &cell};
+        for (int b = 0; b < 4; b++) box_write(written[b]);
+        const rocq_rope_append_params append = {
+            .q = &q.t, .k = &k.t, .v = &v.t, .k_cache = &k_cache.t, .v_cache = &v_cache.t,
+            .pos = &pos.t, .cell = &cell.t,
+            .rope = {.pairing = i % 3 ? ROCQ_ROPE_NEOX : ROCQ_ROPE_NORM,
+                     .n_dims = i % 5 == 3 ? 16 : 0}};
+        const rocq_attention_params attend = {
+            .out = &out.t, .q = &q.t, .k = &k_cache.t, .v = &v_cache.t, .kv_len = &kv_len.t,
+            .page_table = page ? &pages.t : NULL, .page_size = (int32_t)page,
+            .scale = i % 6 == 4 ? -0.1f : 0.1f, .causal = true};
+        const rocq_cast_params over = {.y = &q.t, .x = &q_next.t};
+        assert_true(rocq__attention_steps(&attend));
+        joined j = {{ROCQ_OP_MATMUL}, {{{0}}}, 0};
+        joined_add(&j, ROCQ_OP_ROPE_APPEND, &append);
+        joined_add(&j, ROCQ_OP_ATTENTION, &attend);
+        joined_add(&j, ROCQ_OP_CAST, &over);
+        box *const outs[] = {&out, &k_cache, &v_cache, &q};
+        joined_check(&j, outs, 4, 2, say("append and step, D %d, case %d", (int)d, i));
+        box *const all[] = {&q, &q_next, &k, &v, &out, &k_cache, &v_cache, &pos, &cell, &kv_len,
+                            &pages};
+        for (int b = 0; b < 11; b++) box_free(all[b]);
     }
     random_state = saved;
 }
@@ -3466,6 +3542,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_attention_heads),
         cmocka_unit_test(test_attention_formats), cmocka_unit_test(test_attention_options),
         cmocka_unit_test(test_attention_long),  cmocka_unit_test(test_attention_scratch),
+        cmocka_unit_test(test_attention_step),  cmocka_unit_test(test_graph_joins_append_step),
         cmocka_unit_test(test_attention_backward),
         cmocka_unit_test(test_attention_backward_unsupported),
         cmocka_unit_test(test_norms),

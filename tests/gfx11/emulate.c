@@ -381,25 +381,30 @@ static void matmul_f32(emulated *e, int scale, int format, int n) {
 }
 
 static void attend(emulated *e, rocq_format format, int64_t d, int64_t n_heads, int64_t n_kv_heads,
-                   int64_t n_q, int64_t n_kv, bool causal) {
+                   int64_t n_q, int64_t n_kv, bool causal, bool lse) {
     box *q = normal(ROCQ_F32, 1, d, n_heads, n_q), *out = output(ROCQ_F32, d, n_heads, n_q);
     box *k = normal(format, 1, d, n_kv_heads, n_kv), *v = normal(format, 1, d, n_kv_heads, n_kv);
-    const rocq_attention_params p = {.out = &out->t, .q = &q->t, .k = &k->t, .v = &v->t,
-                                     .causal = causal};
+    box *sums = output(ROCQ_F32, n_heads, n_q, 1);
+    const rocq_attention_params p = {.out = &out->t, .lse = lse ? &sums->t : NULL, .q = &q->t,
+                                     .k = &k->t, .v = &v->t, .causal = causal};
     compare(e, ROCQ_OP_ATTENTION, &p, &p, &out, 1, NULL);
     snprintf(e->shape, sizeof e->shape, "%s KV, D %d, %d heads on %d, %d queries, %d positions",
              rocq_format_name(format), (int)d, (int)n_heads, (int)n_kv_heads, (int)n_q,
              (int)n_kv);
     e->bound = 1e-5;
 }
-// Work: elements of K and V.
+// Work: elements of K and V. With the sums attention_step does not do it.
 static void attention_decode(emulated *e, int scale, int format, int d) {
-    attend(e, (rocq_format)format, d, 8, 2, 1, 512 * scale, true);
+    attend(e, (rocq_format)format, d, 8, 2, 1, 512 * scale, true, true);
+    e->work = 2.0 * d * 2 * 512 * scale;
+}
+static void attention_step(emulated *e, int scale, int format, int d) {
+    attend(e, (rocq_format)format, d, 8, 2, 1, 512 * scale, true, false);
     e->work = 2.0 * d * 2 * 512 * scale;
 }
 // Work: products of 16x16x16, of which Q K^T and P V take n_q n_kv d / 4096 a head each.
 static void attention_prefill(emulated *e, int scale, int format, int d) {
-    attend(e, (rocq_format)format, d, 4, 1, 128, 128 * scale, false);
+    attend(e, (rocq_format)format, d, 4, 1, 128, 128 * scale, false, false);
     e->work = 2.0 * 4 * 128 * 128 * scale * d / 4096;
 }
 
@@ -778,6 +783,8 @@ static const struct {
     {"matmul_f32", "16x16x16", matmul_f32, ROCQ_F32, 64, 2},
     {"attention_decode_128", "KV element", attention_decode, ROCQ_F16, 128, 2},
     {"attention_decode_64", "KV element", attention_decode, ROCQ_Q8_0, 64, 2},
+    {"attention_step_128", "KV element", attention_step, ROCQ_F16, 128, 2},
+    {"attention_step_64", "KV element", attention_step, ROCQ_F16, 64, 2},
     {"attention_prefill_128", "16x16x16", attention_prefill, ROCQ_F16, 128, 2},
     {"attention_prefill_64", "16x16x16", attention_prefill, ROCQ_F16, 64, 2},
     {"attention_backward_128", "16x16x16", attention_backward_both, 0, 128, 2},
