@@ -6407,9 +6407,9 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
 }
 
 // A decode step with plain F16 rows (rocq__attention_steps in rocq.h): one query a sequence, up to
-// ROCQ_K_STEP_COLUMNS heads on a KV head. It takes little time where the sequence is short: the
-// kernel is small, because a step's other kernels evict its code between two launches, K and V are
-// requested before Q is rotated, and nothing is staged. A block is 8 waves of one column each; the
+// ROCQ_K_STEP_COLUMNS heads on a KV head. It is for short sequences above all: it is small, because
+// a step's other kernels evict its code between two launches, it requests K and V before it rotates
+// Q, and it stages nothing. A block is 8 waves of one column each; the
 // waves of a column are n_sets sets, which take KV tiles in turn.
 //
 //   D                  64   128   256
@@ -6428,7 +6428,7 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
 // Grid    as at rocq_k_attention_args in rocq.h; 256 threads
 // LDS     6 to 17 KB: Q and the new rows of K and V in F16, angles, a wave's weights and rows of
 //         pages, sums of the waves
-// Values  Q and K are rounded to F16, all else is F32. A NaN or infinity in V reaches all columns
+// Values  Q is rounded to F16, weights and sums are F32. A NaN or infinity in V reaches all columns
 // Bytes   K and V once per block from memory, and once per column from the caches
 template <int D> struct attend_step_shape {
     enum {
@@ -6451,7 +6451,7 @@ template <int D> struct attend_step_shape {
         SUMS_AT = WORD_AT + 16,
         BYTES = SUMS_AT + COLUMNS * D * 4
     };
-    static_assert(RESULT <= ROCQ_K_DECODE_COLUMNS * (D * 5 / 8 + 2), "work is of the decode kernel");
+    static_assert(RESULT <= ROCQ_K_DECODE_COLUMNS * (D * 5 / 8 + 2), "as attention_decode's work");
 };
 
 // Adds v of two lanes `mask` apart: each keeps half of the N elements, the upper lane the upper.
@@ -6564,7 +6564,8 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
         } else {
             const int row = attend_paged_row(a, seq, first + min(lane, last));
             lput(rows + lane, max(row, 0));
-            seen = seen && (wave_ballot(row >= 0) >> (r0 + own) & 1) != 0;
+            const uint32_t valid = wave_ballot(row >= 0) >> (r0 + own) & 1;
+            seen = seen && valid != 0;
             wave_sync();
 #pragma unroll
             for (int p = 0; p < S::POSITIONS; p++) {

@@ -2606,7 +2606,8 @@ static void test_graph_joins_router(void **state) {
 }
 
 // rope_append in the launch of the attention that follows: short and long caches, in pages too, and
-// queries that something reads later, which must then be rotated in memory.
+// queries that something reads later, which must then be rotated in memory. Case 0 is not joined:
+// attention_step does not read rows that are not aligned.
 static void test_graph_joins_append(void **state) {
     (void)state;
     const uint64_t saved = random_state;
@@ -2664,7 +2665,8 @@ static void test_graph_joins_append(void **state) {
     random_state = saved;
 }
 
-// The same with attention_step: groups of 1 to 8 heads, runs that are merged, pages, all head sizes.
+// The same with attention_step: groups of 1 to 8 heads, runs that are merged, pages, all sizes of
+// heads.
 static void test_graph_joins_append_step(void **state) {
     (void)state;
     const uint64_t saved = random_state;
