@@ -23210,8 +23210,9 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
 
 // rope_append into attention for one token (attention_decode, attention_step). Each block rotates
 // the queries that it needs, and a block that reads the new position first rotates the key, and
-// stores it and the value in the caches (attention_step: the first block alone). Rotated queries are not stored, so nothing may read q behind the
-// attention, unless that writes its result there. As blocks do not wait for each other, the
+// stores it and the value in the caches (attention_step: the first block alone). Rotated queries
+// are not stored, so nothing may read q behind the attention, unless that writes its result there.
+// As blocks do not wait for each other, the
 // attention may write nothing that rope_append reads, and rope_append nothing but the caches that
 // the attention reads.
 static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
