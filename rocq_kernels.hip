@@ -6674,7 +6674,8 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
         fetch();
     }
 
-    float *const results = a.work + (int64_t)tile_index * a.n_splits * S::RESULT;
+    float *const results =
+        n_runs == 1 ? a.work : a.work + (int64_t)tile_index * a.n_splits * S::RESULT;
     for (bool done = n_runs == 1;; done = true) {
         // Everything relative to the largest m of the column's waves, then sums.
         float top = m;
