@@ -2757,6 +2757,7 @@ enum {
     ROCQ_K_ROW_THREADS = 256, // of a block of softmax, which computes one row
     ROCQ_K_NORM_THREADS = 512,// of a block of norm, which computes one row
     ROCQ_K_ATTEND_RUN = 128,  // fewest positions that one of several blocks of attention takes
+    ROCQ_K_STEP_RUN = 128,    // the same of attention_step
     ROCQ_K_CONV_W = 8,        // a block of a conv: columns and rows of y
     ROCQ_K_CONV_H = 16,
     ROCQ_K_CONV_PATCH = 180,  // most positions of z in LDS: 3x3 taps of such a block
@@ -19817,8 +19818,11 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     const bool decode = rocq__attention_decodes(&site, config.tile_n);
     const bool step = decode && rocq__attention_steps(p);
     const int64_t n_tiles = (columns + tile - 1) / tile, blocks = n_tiles * n_kv_heads * n_seqs;
-    const int64_t n_splits = blocks <= ROCQ__COUNTERS ? config.n_splits : 1;
     const int64_t group = n_heads / n_kv_heads;
+    int64_t n_splits = blocks <= ROCQ__COUNTERS ? config.n_splits : 1;
+    // A block for each head of a group, where the chip has them.
+    if (step && n_splits < group && blocks * group <= rocq__chip_of(job->ctx)->n_units)
+        n_splits = group;
     if (columns > INT32_MAX / 2 || columns * group > UINT32_MAX) {
         job->result =
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,

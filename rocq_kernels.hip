@@ -6409,8 +6409,9 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
 // A decode step with plain F16 rows (rocq__attention_steps in rocq.h): one query a sequence, up to
 // ROCQ_K_STEP_COLUMNS heads on a KV head. It is for short sequences above all: it is small, because
 // a step's other kernels evict its code between two launches, it requests K and V before it rotates
-// Q, and it stages nothing. A block is 8 waves of one column each; the
-// waves of a column are n_sets sets, which take KV tiles in turn.
+// Q, and it stages no tiles. The n_splits blocks of a KV head cut its positions into n_runs runs;
+// where enough blocks are left, each has one column (head of the group) of a run, else all. A block
+// is 8 waves of one column each; the waves of a column are n_sets sets, which take KV tiles in turn.
 //
 //   D                  64   128   256
 //   LANES of a row      8    16    32    each with 8 elements, 16 bytes
@@ -6422,14 +6423,15 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
 //   P = 2^(s - m)              m and l of a group; weights go to all its lanes through LDS
 //   o[e] += P V                in F32, of a lane's 8 elements and a group's positions
 //
-// The columns of a group of lanes, then the sets' are added up relative to one maximum; the last
-// block to finish adds up the runs in the same way. A result in work is o of each column, then m
-// and l.
+// A wave adds up its groups of lanes relative to one maximum and leaves o, m and l of its column in
+// LDS, where the sets of a column are added up. With several runs that goes to work, o of each
+// column, then its m and l; in the last block to finish, the waves of a column take its runs in
+// turn, leave theirs in LDS again, and these are added up as before.
 // Grid    as at rocq_k_attention_args in rocq.h; 256 threads
 // LDS     6 to 17 KB: Q and the new rows of K and V in F16, angles, a wave's weights and rows of
 //         pages, sums of the waves
 // Values  Q is rounded to F16, weights and sums are F32. A NaN or infinity in V reaches all columns
-// Bytes   K and V once per block from memory, and once per column from the caches
+// Bytes   K and V once from memory, and once per column from the caches
 template <int D> struct attend_step_shape {
     enum {
         COLUMNS = ROCQ_K_STEP_COLUMNS,
@@ -6482,24 +6484,23 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
     const uint32_t tile_index = n_splits == 1 ? block : block / n_splits;
     const int split = (int)(block - tile_index * n_splits);
     const int seq = a.n_seqs == 1 ? 0 : (int)(tile_index / (uint32_t)a.n_kv_heads);
-    const int kv_head = (int)tile_index - seq * a.n_kv_heads, n_columns = a.group;
-    const int shift = (n_columns <= 1) + (n_columns <= 2) + (n_columns <= 4), n_sets = 1 << shift;
-    const int column = wave >> shift, set = wave & (n_sets - 1);
+    const int kv_head = (int)tile_index - seq * a.n_kv_heads;
 
-    // Quad i of Q's columns, then of the new K and of the new V.
-    const bool append = a.rotation.pos != 0;
-    const int n_quads = (n_columns + (append ? 2 : 0)) * S::QUADS;
-    const char *const q_row = row_of(a.q, kv_head * n_columns, 0, seq),
-                     *const k_row = row_of(a.append[0], kv_head, 0, 0),
+    // Quad i of the block's columns of Q, then of the new K and of the new V. Until the length is
+    // known, the block is taken to have one column and the first run.
+    const bool append = a.rotation.pos != 0, may_share = a.n_splits >= a.group;
+    int n_columns = may_share ? 1 : a.group, first_column = may_share ? split % a.group : 0;
+    const char *const k_row = row_of(a.append[0], kv_head, 0, 0),
                      *const v_row = row_of(a.append[1], kv_head, 0, 0);
     const auto load = [&](int i) {
         const int item = i / S::QUADS, k = 4 * (i % S::QUADS), half = a.rotation.n_dims / 2;
-        const char *row = item < n_columns    ? q_row + (uint32_t)item * a.q.stride[0]
-                          : item == n_columns ? k_row
-                                              : v_row;
+        const char *row =
+            item < n_columns    ? row_of(a.q, kv_head * a.group + first_column + item, 0, seq)
+            : item == n_columns ? k_row
+                                : v_row;
         rotation_quad q = {};
         q.k = k;
-        if (i >= n_quads || k >= a.head_dim) return q;
+        if (item >= n_columns + (append ? 2 : 0) || k >= a.head_dim) return q;
         q.count = 4;
         q.rotated = item > n_columns ? 0 : 2 * half - k;
         const u32x4 v = gload((const u32x4 *)((const float *)row + k));
@@ -6523,15 +6524,26 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
             len = len < 1 ? 1 : a.n_kv;
         }
     }
-    int n_runs = 1, begin = 0, end = len;
+    int n_runs = 1, run = 0, begin = 0, end = len;
+    bool guessed = true;
     if (n_splits > 1) {
-        const int n = max(min(len / ROCQ_K_ATTEND_RUN, (int)n_splits), 1);
+        const int n = max(min(len / ROCQ_K_STEP_RUN, (int)n_splits), 1);
         const int length = n == 1 ? len : ((len + n - 1) / n + 31) / 32 * 32;
         n_runs = n == 1 ? 1 : (len + length - 1) / length;
-        if (split >= n_runs) return;
-        begin = split * length;
+        const bool shares = n_runs * a.group <= a.n_splits;
+        if (split >= n_runs * (shares ? a.group : 1)) return;
+        run = shares ? split / a.group : split;
+        guessed = shares || !may_share;
+        if (!shares) {
+            n_columns = a.group;
+            first_column = 0;
+        }
+        begin = run * length;
         end = min(begin + length, len);
     }
+    const int n_quads = (n_columns + (append ? 2 : 0)) * S::QUADS;
+    int shift = (n_columns <= 1) + (n_columns <= 2) + (n_columns <= 4), n_sets = 1 << shift;
+    int column = wave >> shift, set = wave & (n_sets - 1);
 
     const bool paged = a.page_table != 0;
     const char *const k_base = row_of(a.k, kv_head, 0, paged ? 0 : seq),
@@ -6578,8 +6590,8 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
     };
     if (first < end) fetch();
 
-    // Q, and what a rope_append before attention does: the new rows of K and V stay in LDS for the
-    // blocks that read them, and the first block stores them in the cache.
+    // Q, and what a rope_append before attention does: the new rows of K and V are in LDS for those
+    // who read them.
     for (int i = thread; i < a.rotation.n_dims / 2; i += S::THREADS) {
         rotation_angle(a.rotation, position, i, sine, cosine);
     }
@@ -6589,17 +6601,14 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
         cell = -1;
     }
 #pragma unroll 1
-    for (int i = thread;; quad = load(i)) {
+    for (int i = thread;;) {
+        if (!guessed) quad = load(i);
+        guessed = false;
         float y[4];
         rotation_apply(a.rotation, quad, sine, cosine, y);
         const u32x2 h = make2(attend_pair(y[0], y[1]), attend_pair(y[2], y[3]));
         const int item = i / S::QUADS;
         if (i < n_quads) lput((u32x2 *)(q_rows + D * item + quad.k), h);
-        if (item >= n_columns && quad.count != 0 && split == 0 && cell >= 0) {
-            char *const to = item == n_columns ? row_of(a.k, kv_head, cell, 0)
-                                               : row_of(a.v, kv_head, cell, 0);
-            gstore((u32x2 *)(to + 2 * quad.k), h);
-        }
         i += S::THREADS;
         if (i - lane >= n_quads) break;
     }
@@ -6674,118 +6683,138 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
         fetch();
     }
 
-    float *const results =
-        n_runs == 1 ? a.work : a.work + (int64_t)tile_index * a.n_splits * S::RESULT;
-    for (bool done = n_runs == 1;; done = true) {
-        // Everything relative to the largest m of the column's waves, then sums.
-        float top = m;
-        if (S::LANES <= 8) top = fmaxf(top, wave_xor<8>(top));
-        if (S::LANES <= 16) top = fmaxf(top, wave_xor<16>(top));
-        lput(all_m + wave, top);
-        block_sync_lds();
-        top = lget(all_m + (wave - set) + (lane & (n_sets - 1)));
-        top = fmaxf(top, wave_xor<1>(top));
-        top = fmaxf(top, wave_xor<2>(top));
-        top = fmaxf(top, wave_xor<4>(top));
-        const float keep = attend_keep(m, top);
-        l *= keep;
-        if (S::LANES <= 8) l += wave_xor<1>(l);
-        if (S::LANES <= 16) l += wave_xor<2>(l);
-        l += wave_xor<4>(l);
-        l += wave_xor<8>(l);
-        l += wave_xor<16>(l);
+    // The column of a wave, over its groups of lanes, to LDS.
+    float top = m;
+    if (S::LANES <= 8) top = fmaxf(top, wave_xor<8>(top));
+    if (S::LANES <= 16) top = fmaxf(top, wave_xor<16>(top));
+    const float keep = attend_keep(m, top);
+    l *= keep;
+    if (S::LANES <= 8) l += wave_xor<1>(l); // the other lanes have another position's weights
+    if (S::LANES <= 16) l += wave_xor<2>(l);
+    l += wave_xor<4>(l);
+    l += wave_xor<8>(l);
+    l += wave_xor<16>(l);
 #pragma unroll
-        for (int e = 0; e < 8; e++) o[e] *= keep;
-        if (S::GROUPS > 1) attend_halve<16, 8>(o);
-        if (S::GROUPS > 2) attend_halve<8, 4>(o);
-        float *const to = sums + D * wave + 8 * chunk + (S::GROUPS > 1 && (lane & 16) ? 4 : 0) +
-                          (S::GROUPS > 2 && (lane & 8) ? 2 : 0);
+    for (int e = 0; e < 8; e++) o[e] *= keep;
+    if (S::GROUPS > 1) attend_halve<16, 8>(o);
+    if (S::GROUPS > 2) attend_halve<8, 4>(o);
+    float *const to = sums + D * wave + 8 * chunk + (S::GROUPS > 1 && (lane & 16) ? 4 : 0) +
+                      (S::GROUPS > 2 && (lane & 8) ? 2 : 0);
 #pragma unroll
-        for (int e = 0; e < S::KEPT; e += 2) {
-            lput((u32x2 *)(to + e), make2(bits<uint32_t>(o[e]), bits<uint32_t>(o[e + 1])));
-        }
-        lput(all_l + wave, l);
-        block_sync_lds();
+    for (int e = 0; e < S::KEPT; e += 2)
+        lput((u32x2 *)(to + e), make2(bits<uint32_t>(o[e]), bits<uint32_t>(o[e + 1])));
+    lput(all_m + wave, top);
+    lput(all_l + wave, l);
+    block_sync_lds();
+    // The first block stores the new rows in the caches, now that none of its waves reads them.
+    if (append && cell >= 0 && split == 0 && thread < 2 * S::QUADS) {
+        const int d = 4 * (thread % S::QUADS);
+        char *const row = thread < S::QUADS ? row_of(a.k, kv_head, cell, 0)
+                                            : row_of(a.v, kv_head, cell, 0);
+        const u32x2 x = lget((const u32x2 *)(q_rows + D * n_columns) + thread);
+        if (d < a.head_dim) gstore((u32x2 *)(row + 2 * d), x);
+    }
+
+    // Elements d to d + 3 of column c, over the sets of waves.
+    struct result { float x[4], m, l; };
+    const auto add_sets = [&](int c, int d) {
+        result r = {{}, -INFINITY, 0.0f};
+        const int w = c << shift;
+#pragma unroll
+        for (int k = 0; k < S::COLUMNS; k++) r.m = fmaxf(r.m, lget(all_m + w + (k & (n_sets - 1))));
 #pragma unroll 1
-        for (int i = thread; i - lane < n_columns * S::QUADS; i += S::THREADS) {
-            const int c = min(i / S::QUADS, n_columns - 1), d = 4 * (i % S::QUADS);
-            const bool live = i < n_columns * S::QUADS;
-            float x[4] = {}, sum = 0.0f, most = -INFINITY;
-#pragma unroll
-            for (int k = 0; k < S::COLUMNS; k++) {
-                const int w = (c << shift) + min(k, n_sets - 1);
-                const u32x4 part = lget((const u32x4 *)(sums + D * w + d));
-                const float part_l = lget(all_l + w), part_m = lget(all_m + w);
-                const bool there = k < n_sets;
-                x[0] += there ? bits<float>(part.x) : 0.0f;
-                x[1] += there ? bits<float>(part.y) : 0.0f;
-                x[2] += there ? bits<float>(part.z) : 0.0f;
-                x[3] += there ? bits<float>(part.w) : 0.0f;
-                sum += there ? part_l : 0.0f;
-                most = fmaxf(most, part_m);
-            }
-            if (done) {
-                const int head = kv_head * n_columns + c;
-                const float share = sum != 0.0f ? rcp_fast(sum) : 0.0f;
-#pragma unroll
-                for (int e = 0; e < 4; e++) x[e] = sum != 0.0f ? x[e] * share : 0.0f;
-                put4(a.out, is_wide(a.out), row_of(a.out, head, 0, seq),
-                     (uint32_t)(head + a.n_heads * seq), d, live ? quad_count(a.head_dim, d) : 0,
-                     x);
-            } else if (live) {
-                float *const result = results + split * S::RESULT;
-                gstore((u32x4 *)(result + c * D + d),
-                       make4(bits<uint32_t>(x[0]), bits<uint32_t>(x[1]), bits<uint32_t>(x[2]),
-                             bits<uint32_t>(x[3])));
-                if (d == 0)
-                    gstore((u32x2 *)(result + S::COLUMNS * D) + c,
-                           make2(bits<uint32_t>(most), bits<uint32_t>(sum)));
-            }
+        for (int k = 0; k < n_sets; k++) {
+            const float add = attend_keep(lget(all_m + w + k), r.m);
+            const u32x4 part = lget((const u32x4 *)(sums + D * (w + k) + d));
+            r.x[0] += add * bits<float>(part.x);
+            r.x[1] += add * bits<float>(part.y);
+            r.x[2] += add * bits<float>(part.z);
+            r.x[3] += add * bits<float>(part.w);
+            r.l += add * lget(all_l + w + k);
         }
-        if (done) return;
+        return r;
+    };
+    if (n_runs > 1) {
+        float *const results = a.work + (int64_t)tile_index * a.n_splits * S::RESULT;
+        float *const own_result = results + run * S::RESULT;
+        for (int i = thread; i < n_columns * S::QUADS; i += S::THREADS) {
+            const int c = i / S::QUADS, d = 4 * (i % S::QUADS);
+            const result r = add_sets(c, d);
+            gstore((u32x4 *)(own_result + (first_column + c) * D + d),
+                   make4(bits<uint32_t>(r.x[0]), bits<uint32_t>(r.x[1]), bits<uint32_t>(r.x[2]),
+                         bits<uint32_t>(r.x[3])));
+            if (d == 0)
+                gstore((u32x2 *)(own_result + S::COLUMNS * D) + first_column + c,
+                       make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
+        }
+        const uint32_t n_blocks = (uint32_t)(n_runs * (n_columns < a.group ? a.group : 1));
         uint32_t *const word = (uint32_t *)(at + S::WORD_AT);
-        if (block_ticket(a.counter + tile_index, word) != (uint32_t)n_runs - 1) return;
+        if (block_ticket(a.counter + tile_index, word) != n_blocks - 1) return;
         if (thread == 0) gstore(a.counter + tile_index, 0u);
 
-        // A group of lanes takes every (n_sets GROUPS)-th run, with the loads of AHEAD in flight.
-        enum { AHEAD = 4 };
-        m = -INFINITY;
-        l = 0.0f;
-#pragma unroll
-        for (int e = 0; e < 8; e++) o[e] = 0.0f;
-        const int stride = S::GROUPS << shift, from_column = min(column, n_columns - 1);
+        // The last block has all columns. A wave takes every n_sets-th run of its column, with the
+        // loads of AHEAD in flight; a lane has pairs of elements.
+        enum { AHEAD = 4, PAIRS = S::KEPT / 2 };
+        n_columns = a.group;
+        first_column = 0;
+        shift = (n_columns <= 1) + (n_columns <= 2) + (n_columns <= 4);
+        n_sets = 1 << shift;
+        column = min(wave >> shift, n_columns - 1);
+        set = wave & (n_sets - 1);
+        float x[2 * PAIRS] = {}, most = -INFINITY, sum = 0.0f;
 #pragma unroll 1
-        for (int r = set * S::GROUPS + group; r < n_runs; r += AHEAD * stride) {
-            u32x4 part[AHEAD][2];
-            u32x2 m_l[AHEAD];
-            float to = m;
+        for (int r = set; r < n_runs; r += AHEAD << shift) {
+            u32x2 part[AHEAD][PAIRS], m_l[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
-                const int run = r + i * stride;
-                const float *const from = results + (run < n_runs ? run : 0) * S::RESULT;
-                m_l[i] = gload((const u32x2 *)(from + S::COLUMNS * D) + from_column);
-                part[i][0] = gload((const u32x4 *)(from + from_column * D) + 2 * chunk);
-                part[i][1] = gload((const u32x4 *)(from + from_column * D) + 2 * chunk + 1);
-                if (run >= n_runs) m_l[i] = make2(bits<uint32_t>(-INFINITY), 0);
+                const float *const from = results + min(r + (i << shift), n_runs - 1) * S::RESULT;
+                m_l[i] = gload((const u32x2 *)(from + S::COLUMNS * D) + column);
+#pragma unroll
+                for (int e = 0; e < PAIRS; e++)
+                    part[i][e] = gload((const u32x2 *)(from + column * D) + 32 * e + lane);
             }
-#pragma unroll
-            for (int i = 0; i < AHEAD; i++) to = fmaxf(to, bits<float>(m_l[i].x));
-            const float keep = attend_keep(m, to);
-            m = to;
-            l *= keep;
-#pragma unroll
-            for (int e = 0; e < 8; e++) o[e] *= keep;
+            float to = most;
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
-                const float add = attend_keep(bits<float>(m_l[i].x), to);
-                const uint32_t word[8] = {part[i][0].x, part[i][0].y, part[i][0].z, part[i][0].w,
-                                          part[i][1].x, part[i][1].y, part[i][1].z, part[i][1].w};
-                l += bits<float>(m_l[i].y) * add;
+                if (r + (i << shift) >= n_runs) m_l[i] = make2(bits<uint32_t>(-INFINITY), 0);
+                to = fmaxf(to, bits<float>(m_l[i].x));
+            }
+            const float keep = attend_keep(most, to);
+            most = to;
+            sum *= keep;
 #pragma unroll
-                for (int e = 0; e < 8; e++) o[e] += bits<float>(word[e]) * add;
+            for (int e = 0; e < 2 * PAIRS; e++) x[e] *= keep;
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const float add = r + (i << shift) < n_runs
+                                      ? attend_keep(bits<float>(m_l[i].x), to) : 0.0f;
+                sum += bits<float>(m_l[i].y) * add;
+#pragma unroll
+                for (int e = 0; e < PAIRS; e++) {
+                    x[2 * e] += bits<float>(part[i][e].x) * add;
+                    x[2 * e + 1] += bits<float>(part[i][e].y) * add;
+                }
             }
         }
-        if (own != 0) l = 0.0f; // the lanes of a group have the same l
+#pragma unroll
+        for (int e = 0; e < PAIRS; e++) {
+            lput((u32x2 *)(sums + D * wave) + 32 * e + lane,
+                 make2(bits<uint32_t>(x[2 * e]), bits<uint32_t>(x[2 * e + 1])));
+        }
+        lput(all_m + wave, most);
+        lput(all_l + wave, sum);
+        block_sync_lds();
+    }
+#pragma unroll 1
+    for (int i = thread; i - lane < n_columns * S::QUADS; i += S::THREADS) {
+        const int c = min(i / S::QUADS, n_columns - 1), d = 4 * (i % S::QUADS);
+        const int head = kv_head * a.group + first_column + c;
+        result r = add_sets(c, d);
+        const float share = r.l != 0.0f ? rcp_fast(r.l) : 0.0f;
+#pragma unroll
+        for (int e = 0; e < 4; e++) r.x[e] = r.l != 0.0f ? r.x[e] * share : 0.0f;
+        put4(a.out, is_wide(a.out), row_of(a.out, head, 0, seq), (uint32_t)(head + a.n_heads * seq),
+             d, i < n_columns * S::QUADS ? quad_count(a.head_dim, d) : 0, r.x);
     }
 }
 
