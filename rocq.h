@@ -2757,7 +2757,7 @@ enum {
     ROCQ_K_ROW_THREADS = 256, // of a block of softmax, which computes one row
     ROCQ_K_NORM_THREADS = 512,// of a block of norm, which computes one row
     ROCQ_K_ATTEND_RUN = 128,  // fewest positions that one of several blocks of attention takes
-    ROCQ_K_STEP_RUN = 128,    // the same of attention_step
+    ROCQ_K_STEP_RUN = 512,    // most positions of a block that takes one head (step)
     ROCQ_K_CONV_W = 8,        // a block of a conv: columns and rows of y
     ROCQ_K_CONV_H = 16,
     ROCQ_K_CONV_PATCH = 180,  // most positions of z in LDS: 3x3 taps of such a block
@@ -3163,22 +3163,22 @@ typedef struct rocq_k_matmul_args {
 // Columns of work: (query i, head h of a KV head's group), column i group + h. attention_decode
 // takes ROCQ_K_DECODE_COLUMNS of them a block, attention_prefill ROCQ_K_PREFILL_COLUMNS(D), D being
 // the kernel's head size, which is the least in ROCQ_K_HEAD_DIMS that is head_dim or more.
-// attention_step takes one query of up to ROCQ_K_STEP_COLUMNS heads a block, and nothing but rows
-// in F16 (rocq__attention_steps); its head sizes are ROCQ_K_STEP_DIMS.
 #define ROCQ_K_DECODE_COLUMNS 16
-#define ROCQ_K_STEP_COLUMNS 8
 #define ROCQ_K_PREFILL_COLUMNS(D) ((D) <= 128 ? 64 : (D) == 256 ? 32 : 16)
 
-// Blocks of 128 threads, of attention_step 256. blockIdx.x counts n_splits fastest, then KV heads,
-// then sequences, then n_tiles from the last to the first, because the last queries see most
-// positions:
+// Blocks of 128 threads. blockIdx.x counts n_splits fastest, then KV heads, then sequences, then
+// n_tiles from the last to the first, because the last queries see most positions:
 //   n_tiles   columns of a KV head, group n_q, over the columns of a block, rounded up
 //   n_splits  1 or more: so many blocks share the positions of a tile. A block takes no fewer than
 //             ROCQ_K_ATTEND_RUN, or all, so if kv_len is short the last ones are idle. Sums, and
 //             so the bits of the results, depend on n_splits
 //   work      n_splits > 1: n_tiles n_kv_heads n_seqs n_splits (D + 2) columns-of-a-block floats
-//   counter   n_splits > 1: n_tiles n_kv_heads n_seqs words, zero before and after. By it a block
-//             knows that it is the last of its tile, and merges
+//   counter   n_splits > 1: n_tiles n_kv_heads n_seqs words, with step group times as many, zero
+//             before and after. By it a block knows that it is the last of its tile, and merges
+//   step      of attention_decode: while a sequence has up to ROCQ_K_STEP_RUN positions, or half of
+//             that for each of four runs or more, a block takes one head of one run, and n_splits /
+//             group is the most runs. n_q and n_tiles are 1 then, K and V plain F16, Q F32, all in
+//             rows of whole 16 bytes, and there is no mask, cap, window, sink or lse
 // The launches of a cut grid must run one after the other, since they may share tiles.
 typedef struct rocq_k_attention_args {
     rocq_k_common common;
@@ -3196,7 +3196,7 @@ typedef struct rocq_k_attention_args {
     float scale;                      // not 0
     float softcap;                    // 0: none
     int32_t window, causal;
-    int32_t n_splits, n_tiles;
+    int32_t n_splits, n_tiles, step;
     float *work;
     uint32_t *counter;
     // A rope_append before it, or rotation.pos NULL; n_q and n_seqs are 1 then, and one block has
@@ -3398,7 +3398,6 @@ enum {
     ROCQ_K_ID_read = 1003 // no format
 };
 #define ROCQ_K_HEAD_DIMS(F, X) F(X, 64) F(X, 80) F(X, 96) F(X, 112) F(X, 128) F(X, 256) F(X, 512)
-#define ROCQ_K_STEP_DIMS(F, X) F(X, 64) F(X, 128) F(X, 256)
 #define ROCQ_K_BACK_DIMS(F, X) F(X, 64) F(X, 80) F(X, 96) F(X, 112) F(X, 128)
 #define ROCQ_K_CONV_TILES(F, X) F(X, 128) F(X, 64) F(X, 16) // channels of y
 
@@ -3428,7 +3427,6 @@ enum {
 #define ROCQ_K_ATTENTION(X, d)                          \
     X(attention_decode_##d, rocq_k_attention_args, 128) \
     X(attention_prefill_##d, rocq_k_attention_args, 128)
-#define ROCQ_K_ATTENTION_STEP(X, d) X(attention_step_##d, rocq_k_attention_args, 256)
 
 #define ROCQ_K_ATTENTION_BACKWARD(X, d) \
     X(attention_backward_##d, rocq_k_attention_backward_args, ROCQ_K_BACK_THREADS(d))
@@ -3500,7 +3498,6 @@ enum {
     ROCQ_K_ALL_FORMATS(ROCQ_K_EXPERTS_F32, X)                \
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATMUL_EXPERTS, X)             \
     ROCQ_K_HEAD_DIMS(ROCQ_K_ATTENTION, X)                    \
-    ROCQ_K_STEP_DIMS(ROCQ_K_ATTENTION_STEP, X)               \
     X(norm, rocq_k_norm_args, 512)                           \
     X(rope, rocq_k_rope_args, 256)                           \
     X(map, rocq_k_map_args, 256)                             \
@@ -19780,15 +19777,15 @@ static bool rocq__attention_aligned(const rocq_tensor *t) {
     return (((uint64_t)(uintptr_t)k.data | (uint64_t)all) & 15) == 0;
 }
 
-// Whether a launch that is of attention_decode can be of attention_step instead, as in most decode
-// steps: one query of a few heads a KV head, K and V in plain F16, and nothing but causal. It looks
-// at no tuned configuration, and at nothing of a rope_append before it, so that both have one
-// kernel.
+// Whether attention is of a decode step of the kind that attention_decode does by a head a block
+// while sequences are short: one query, K and V in plain F16, and nothing but causal. It looks at
+// no tuned configuration, and at nothing of a rope_append before it, so that results are the same
+// with and without that in the launch.
 static bool rocq__attention_steps(const rocq_attention_params *p) {
     const rocq_tensor *const kv[2] = {p->k, p->v};
     const int64_t d = p->q->ne[0];
     if (p->mask || p->sinks || p->lse || p->softcap > 0.0f || p->window > 0 || p->q->ne[2] != 1 ||
-        p->q->ne[1] / p->k->ne[1] > ROCQ_K_STEP_COLUMNS || d % 8 != 0 || d > 256 ||
+        p->q->ne[1] / p->k->ne[1] > ROCQ_K_DECODE_COLUMNS || (d != 64 && d != 128) ||
         p->q->format != ROCQ_F32 || !rocq__attention_aligned(p->q)) {
         return false;
     }
@@ -19816,11 +19813,12 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     const rocq_launch_config config = rocq__config_for(job->ctx, &site);
     const int64_t tile = config.tile_n;
     const bool decode = rocq__attention_decodes(&site, config.tile_n);
-    const bool step = decode && rocq__attention_steps(p);
     const int64_t n_tiles = (columns + tile - 1) / tile, blocks = n_tiles * n_kv_heads * n_seqs;
     const int64_t group = n_heads / n_kv_heads;
+    const bool step = decode && n_tiles == 1 && blocks * group <= ROCQ__COUNTERS &&
+        rocq__attention_steps(p);
     int64_t n_splits = blocks <= ROCQ__COUNTERS ? config.n_splits : 1;
-    // A block for each head of a group, where the chip has them.
+    // A block for each head, where the chip has them.
     if (step && n_splits < group && blocks * group <= rocq__chip_of(job->ctx)->n_units)
         n_splits = group;
     if (columns > INT32_MAX / 2 || columns * group > UINT32_MAX) {
@@ -19857,6 +19855,7 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     args.causal = p->causal;
     args.n_splits = (int32_t)n_splits;
     args.n_tiles = (int32_t)n_tiles;
+    args.step = step;
     if (job->before) {
         const rocq_rope_append_params *append = job->before->append;
         args.append[0] = rocq__k_tensor(append->k);
@@ -19874,7 +19873,8 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, part, part[0]);
         args.work = (float *)rocq__device_data(&work);
         if (!job->planning && job->result == ROCQ_OK) {
-            job->result = rocq__counters_hip(job->ctx, blocks, &args.counter);
+            job->result =
+                rocq__counters_hip(job->ctx, step ? blocks * group : blocks, &args.counter);
         }
     }
     // The time cap must not be too late: as if every query saw all that is there, and with K and V
@@ -19887,9 +19887,9 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     job->cost = rocq__job_cost(job, ROCQ_OP_ATTENTION, &all);
     const double once = 8.0 * (double)rocq_tensor_count(p->q); // bytes of q and out
     job->cost.bytes = once + (job->cost.bytes - once) * (double)n_tiles;
-    int kernel = (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size;
-    if (step) kernel = ROCQ_K_attention_step_64 + (head_dim > 128 ? 2 : head_dim > 64 ? 1 : 0);
-    rocq__job_launch(job, kernel, blocks * n_splits, 1, step ? 256 : 128, &args);
+    rocq__job_launch(job,
+                     (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size,
+                     blocks * n_splits, 1, 128, &args);
 }
 
 // -- rmsnorm, layernorm --
@@ -23212,13 +23212,12 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
     return reads;
 }
 
-// rope_append into attention for one token (attention_decode, attention_step). Each block rotates
-// the queries that it needs, and a block that reads the new position first rotates the key, and
-// stores it and the value in the caches (attention_step: the first block alone). Rotated queries
+// rope_append into attention for one token (kernel attention_decode). Each block rotates the
+// queries that it needs, and a block that reads the new position first rotates the key; such a
+// block, or in a short step the first one, stores it and the value in the caches. Rotated queries
 // are not stored, so nothing may read q behind the attention, unless that writes its result there.
-// As blocks do not wait for each other, the
-// attention may write nothing that rope_append reads, and rope_append nothing but the caches that
-// the attention reads.
+// As blocks do not wait for each other, the attention may write nothing that rope_append reads, and
+// rope_append nothing but the caches that the attention reads.
 static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
     const rocq__node *next = node->next;
     const rocq_rope_append_params *append = (const rocq_rope_append_params *)node->params;
@@ -23239,7 +23238,7 @@ static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node, rocq__join
             return false;
         }
     }
-    // attention_step reads four elements at once, and four of their partners.
+    // A block that has one head reads four elements at once, and four of their partners.
     if (rocq__attention_steps(p) &&
         (!rocq__attention_aligned(append->k) || !rocq__attention_aligned(append->v) ||
          append->rope.n_dims % 8 != 0)) {

@@ -6244,14 +6244,403 @@ DEV void attend_append(const rocq_k_attention_args &a0, f16 *q_tile, float *scra
     block_sync();
 }
 
+// A decode step of a short sequence with plain F16 rows (args.step): what attention_decode does
+// then. It has a tenth of the code, because a step's other kernels evict it between two launches;
+// it requests K and V before it rotates Q, and it stages no tiles. A block has one column, that is
+// one head, of one run of the positions: the n_splits blocks of a KV head are n_splits / group runs
+// at most. The waves of a block take KV tiles in turn.
+//
+//   D                  64   128
+//   LANES of a row      8    16    each with 8 elements, 16 bytes
+//   GROUPS              4     2    of LANES, in a wave
+//   TILE               64    32    positions of a wave, 16 of each group, in halves of 8
+//
+//   s[p] = K[16 group + p] q   of a lane's elements; the eight sums of a half are added up over the
+//                              lanes so that each lane ends with one position's (attend_halve)
+//   P = 2^(s - m)              m and l of a group; weights go to all its lanes through LDS
+//   o[e] += P V                in F32, of a lane's 8 elements and a group's positions
+//
+// A wave adds up its groups of lanes relative to one maximum and leaves o, m and l in LDS, where
+// the waves are added up. With several runs that goes to work, o and then m and l; in the last
+// block of a column to finish, its waves take the runs in turn, leave their sums in LDS, and these
+// are added up as before.
+// LDS     4 or 5 KB of attention_decode's: Q and the new rows of K and V in F16, angles, a wave's
+//         weights and rows of pages, sums of the waves
+// Values  Q is rounded to F16, weights and sums are F32. A NaN or infinity in V stays in its column
+// Bytes   K and V once from memory, and once for each head of the group from the caches
+template <int D> struct attend_step_shape {
+    enum {
+        THREADS = 128,
+        WAVES = THREADS / ROCQ_K_WAVE,
+        LANES = D / 8,
+        GROUPS = ROCQ_K_WAVE / LANES,
+        POSITIONS = 16, // of a group
+        TILE = GROUPS * POSITIONS,
+        QUADS = D / 4,
+        KEPT = D / ROCQ_K_WAVE, // elements that a lane has when groups are added up
+        RESULT = D + 2, // floats of a block in work
+        // LDS, in bytes: Q, K and V of the new position; sines and cosines; weights and rows of
+        // each wave; its m, then its l; a word; its o
+        ANGLES_AT = 3 * D * 2,
+        WEIGHTS_AT = ANGLES_AT + D * 4,
+        ROWS_AT = WEIGHTS_AT + WAVES * TILE * 4,
+        M_AT = ROWS_AT + WAVES * TILE * 4,
+        WORD_AT = M_AT + 2 * WAVES * 4,
+        SUMS_AT = WORD_AT + 16,
+        BYTES = SUMS_AT + WAVES * D * 4
+    };
+    static_assert(BYTES <= attend_lds<attend_decode_shape<D>>::BYTES, "the LDS of both");
+};
+
+// Adds v of two lanes `mask` apart: each keeps half of the N elements, the upper lane the upper.
+template <int mask, int N> DEV void attend_halve(float (&v)[8]) {
+    const bool upper = (lane_index() & mask) != 0;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+        const float other = wave_xor<mask>(upper ? v[i] : v[i + N / 2]);
+        v[i] = (upper ? v[i + N / 2] : v[i]) + other;
+    }
+}
+
+// False: the sequence is too long for the blocks, and nothing was done.
+template <int D> DEV bool attend_step(const rocq_k_attention_args &a, u32x4 *lds) {
+    typedef attend_step_shape<D> S;
+    char *const at = (char *)lds;
+    f16 *const q_row = (f16 *)at;
+    float *const sine = (float *)(at + S::ANGLES_AT), *const cosine = sine + D / 2;
+    float *const all_m = (float *)(at + S::M_AT), *const all_l = all_m + S::WAVES;
+    float *const sums = (float *)(at + S::SUMS_AT);
+    const int thread = (int)thread_index(), lane = lane_index(), wave = wave_read(wave_index(), 0);
+    const int chunk = lane % S::LANES, group = lane / S::LANES;
+    float *const weights = (float *)(at + S::WEIGHTS_AT) + S::TILE * wave;
+    int32_t *const rows = (int32_t *)(at + S::ROWS_AT) + S::TILE * wave;
+
+    const uint32_t block = block_index() + a.common.block0, n_splits = (uint32_t)a.n_splits;
+    const uint32_t tile_index = n_splits == 1 ? block : block / n_splits;
+    const int split = (int)(block - tile_index * n_splits);
+    const int seq = a.n_seqs == 1 ? 0 : (int)(tile_index / (uint32_t)a.n_kv_heads);
+    const int kv_head = (int)tile_index - seq * a.n_kv_heads;
+    const int run = a.group == 1 ? split : split / a.group, column = split - run * a.group;
+    const int head = kv_head * a.group + column;
+
+    // A thread has a quad of Q, or of the new K or of the new V.
+    const bool append = a.rotation.pos != 0;
+    const int n_quads = (append ? 3 : 1) * S::QUADS;
+    rotation_quad quad = {};
+    if (thread < n_quads) {
+        const int item = thread / S::QUADS, half = a.rotation.n_dims / 2;
+        const float *const row = (const float *)(item == 0   ? row_of(a.q, head, 0, seq)
+                                                 : item == 1 ? row_of(a.append[0], kv_head, 0, 0)
+                                                             : row_of(a.append[1], kv_head, 0, 0));
+        quad.k = 4 * (thread % S::QUADS);
+        quad.count = 4;
+        quad.rotated = item > 1 ? 0 : 2 * half - quad.k;
+        const u32x4 v = gload((const u32x4 *)(row + quad.k));
+        u32x4 p = make4(v.y, v.x, v.w, v.z);
+        if (a.rotation.neox && quad.rotated > 0)
+            p = gload((const u32x4 *)(row + (quad.k < half ? quad.k + half : quad.k - half)));
+        floats4(ROCQ_F32, v, quad.v);
+        floats4(ROCQ_F32, p, quad.p);
+    }
+    int position = 0, cell = -1, len = a.n_kv;
+    if (append) {
+        position = gload(a.rotation.pos);
+        cell = wave_read(gload(a.rotation.cell), 0);
+    }
+    if (a.kv_len) {
+        len = wave_read(gload(a.kv_len + seq), 0);
+        if (len < 1 || len > a.n_kv) {
+            if (thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_LENGTH);
+            len = len < 1 ? 1 : a.n_kv;
+        }
+    }
+    // To merge two or three runs takes as long as to have one that is longer.
+    const int most = a.group == 1 ? a.n_splits : a.n_splits / a.group;
+    const int n = min(len / ROCQ_K_ATTEND_RUN, most);
+    const bool one = n < 4;
+    if (most == 0 || len > (one ? ROCQ_K_STEP_RUN : most * (ROCQ_K_STEP_RUN / 2))) return false;
+    const int length = one ? len : ((len + n - 1) / n + 31) / 32 * 32;
+    const int n_runs = one ? 1 : (len + length - 1) / length;
+    if (run >= n_runs) return true;
+    const int begin = run * length, end = min(begin + length, len);
+
+    const bool paged = a.page_table != 0;
+    const char *const k_base = row_of(a.k, kv_head, 0, paged ? 0 : seq),
+                     *const v_base = row_of(a.v, kv_head, 0, paged ? 0 : seq);
+    const uint32_t k_step = (uint32_t)a.k.stride[1] & 0xffffff, // a product of 24
+                   v_step = (uint32_t)a.v.stride[1] & 0xffffff; // bits is one instruction
+    const uint32_t chunk_at = 16u * (uint32_t)chunk;
+    // In each half of its group's positions, the lane weighs one.
+    const int own = S::POSITIONS * group + chunk / (S::LANES / 8);
+    const float factor = a.scale * 1.44269504f;
+    // A tile of the wave. Positions past the end have the row of the last one.
+    int first = begin + wave * S::TILE;
+    u32x4 k[S::POSITIONS], v[S::POSITIONS];
+    const auto fetch = [&]() {
+        const int last = end - 1 - first, r0 = S::POSITIONS * (recomputed(lane) / S::LANES);
+        if (!paged) {
+            const char *const k_tile = k_base + (uint64_t)(uint32_t)first * k_step,
+                             *const v_tile = v_base + (uint64_t)(uint32_t)first * v_step;
+#pragma unroll
+            for (int p = 0; p < S::POSITIONS; p++) {
+                const uint32_t r = (uint32_t)min(r0 + p, last) & (S::TILE - 1);
+                k[p] = gload((const u32x4 *)(k_tile + (r * k_step + chunk_at)));
+            }
+#pragma unroll
+            for (int p = 0; p < S::POSITIONS; p++) {
+                const uint32_t r = (uint32_t)min(r0 + p, last) & (S::TILE - 1);
+                v[p] = gload((const u32x4 *)(v_tile + (r * v_step + chunk_at)));
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < S::TILE; i += ROCQ_K_WAVE) {
+                lput(rows + i + lane, attend_paged_row(a, seq, first + min(i + lane, last)));
+            }
+            wave_sync();
+#pragma unroll
+            for (int p = 0; p < S::POSITIONS; p++) {
+                const uint64_t r = (uint32_t)max(lget(rows + r0 + p), 0);
+                k[p] = gload((const u32x4 *)(k_base + (r * k_step + chunk_at)));
+                v[p] = gload((const u32x4 *)(v_base + (r * v_step + chunk_at)));
+            }
+            wave_sync(); // else clang joins these loads and those above, with addresses in VGPRs
+        }
+    };
+    const bool idle = first >= end;
+    if (!idle) fetch();
+
+    // Q, and what a rope_append before attention does: the new rows of K and V are in LDS for those
+    // who read them.
+    for (int i = thread; i < a.rotation.n_dims / 2; i += S::THREADS) {
+        rotation_angle(a.rotation, position, i, sine, cosine);
+    }
+    block_sync_lds();
+    if (append && (cell < 0 || cell >= a.rotation.n_cells)) {
+        if (split == 0 && thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
+        cell = -1;
+    }
+    if (thread < n_quads) {
+        float y[4];
+        rotation_apply(a.rotation, quad, sine, cosine, y);
+        lput((u32x2 *)q_row + thread, make2(attend_pair(y[0], y[1]), attend_pair(y[2], y[3])));
+    }
+    block_sync_lds();
+    const u32x4 q = lget((const u32x4 *)q_row + chunk);
+    float o[8] = {}, m = -INFINITY, l = 0.0f;
+#pragma unroll 1
+    while (!idle) {
+        const int last = end - 1 - first;
+        if (cell >= 0 && (paged || (cell >= first && cell < min(first + S::TILE, end)))) {
+            const u32x4 *const fresh = (const u32x4 *)q_row + S::LANES + chunk;
+            const u32x4 new_k = lget(fresh), new_v = lget(fresh + S::LANES);
+#pragma unroll
+            for (int p = 0; p < S::POSITIONS; p++) {
+                const int r = S::POSITIONS * group + p;
+                if ((paged ? lget(rows + r) : first + min(r, last)) != cell) continue;
+                k[p] = new_k;
+                v[p] = new_v;
+            }
+        }
+
+        float score[2];
+        const uint32_t q_word[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float s[8];
+#pragma unroll
+            for (int p = 0; p < 8; p++) {
+                const u32x4 x = k[8 * h + p];
+                const uint32_t k_word[4] = {x.x, x.y, x.z, x.w};
+                s[p] = 0.0f;
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    s[p] = dot2(bits<f16x2>(k_word[i]), bits<f16x2>(q_word[i]), s[p]);
+                if (p % 4 == 3) keep_order();
+            }
+            attend_halve<S::LANES / 2, 8>(s);
+            attend_halve<S::LANES / 4, 4>(s);
+            attend_halve<S::LANES / 8, 2>(s);
+            score[h] = s[0];
+            if (S::LANES > 8) score[h] += wave_xor<1>(score[h]);
+            const bool seen = own + 8 * h <= last && (!paged || lget(rows + own + 8 * h) >= 0);
+            score[h] = seen ? score[h] * factor : -INFINITY;
+        }
+        float top = fmaxf(score[0], score[1]);
+        top = fmaxf(top, wave_xor<S::LANES / 2>(top));
+        top = fmaxf(top, wave_xor<S::LANES / 4>(top));
+        top = fmaxf(top, wave_xor<S::LANES / 8>(top));
+        const bool moves = top > m + 8.0f;
+        if (wave_ballot(moves) != 0) {
+            const float to = moves ? top : m, keep = attend_keep(m, to);
+            m = to;
+            l *= keep;
+#pragma unroll
+            for (int e = 0; e < 8; e++) o[e] *= keep;
+        }
+        wave_sync();
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float weight = exp2_fast(score[h] - (m == -INFINITY ? 0.0f : m));
+            l += weight;
+            lput(weights + own + 8 * h, weight);
+        }
+        wave_sync();
+#pragma unroll
+        for (int p = 0; p < S::POSITIONS; p++) {
+            if (p % 4 == 0) keep_order();
+            const float w = lget(weights + S::POSITIONS * group + p);
+            const uint32_t v_word[4] = {v[p].x, v[p].y, v[p].z, v[p].w};
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                const float x = f16_f32((uint16_t)(v_word[e / 2] >> 16 * (e & 1)));
+                o[e] = fmaf(w, x, o[e]);
+            }
+        }
+        first += S::TILE * S::WAVES;
+        if (first >= end) break;
+        fetch();
+    }
+
+    // The wave's groups of lanes, to LDS.
+    float top = m;
+    if (S::LANES <= 8) top = fmaxf(top, wave_xor<8>(top));
+    top = fmaxf(top, wave_xor<16>(top));
+    const float keep = attend_keep(m, top);
+    l *= keep;
+    if (S::LANES <= 8) l += wave_xor<1>(l); // the other lanes have another position's weights
+    l += wave_xor<2>(l);
+    l += wave_xor<4>(l);
+    l += wave_xor<8>(l);
+    l += wave_xor<16>(l);
+#pragma unroll
+    for (int e = 0; e < 8; e++) o[e] *= keep;
+    attend_halve<16, 8>(o);
+    if (S::GROUPS > 2) attend_halve<8, 4>(o);
+    float *const to = sums + D * wave + 8 * chunk + (lane & 16 ? 4 : 0) +
+                      (S::GROUPS > 2 && (lane & 8) ? 2 : 0);
+#pragma unroll
+    for (int e = 0; e < S::KEPT; e += 2)
+        lput((u32x2 *)(to + e), make2(bits<uint32_t>(o[e]), bits<uint32_t>(o[e + 1])));
+    lput(all_m + wave, top);
+    lput(all_l + wave, l);
+    block_sync_lds();
+    // The first block stores the new rows in the caches, now that none of its waves reads them.
+    if (append && cell >= 0 && split == 0 && thread < 2 * S::QUADS) {
+        char *const row = thread < S::QUADS ? row_of(a.k, kv_head, cell, 0)
+                                            : row_of(a.v, kv_head, cell, 0);
+        gstore((u32x2 *)row + thread % S::QUADS, lget((const u32x2 *)q_row + S::QUADS + thread));
+    }
+
+    // Elements d to d + 3 of the column, over the waves.
+    struct result { float x[4], m, l; };
+    const auto add_waves = [&](int d) {
+        result r = {{}, -INFINITY, 0.0f};
+#pragma unroll
+        for (int w = 0; w < S::WAVES; w++) r.m = fmaxf(r.m, lget(all_m + w));
+#pragma unroll
+        for (int w = 0; w < S::WAVES; w++) {
+            const float add = attend_keep(lget(all_m + w), r.m);
+            const u32x4 part = lget((const u32x4 *)(sums + D * w + d));
+            r.x[0] += add * bits<float>(part.x);
+            r.x[1] += add * bits<float>(part.y);
+            r.x[2] += add * bits<float>(part.z);
+            r.x[3] += add * bits<float>(part.w);
+            r.l += add * lget(all_l + w);
+        }
+        return r;
+    };
+    if (n_runs > 1) {
+        float *const results = a.work + (int64_t)tile_index * a.n_splits * S::RESULT;
+        static_assert(3 * S::QUADS <= S::THREADS, "no thread has two quads");
+        if (thread < S::QUADS) {
+            float *const own_result = results + split * S::RESULT;
+            const result r = add_waves(4 * thread);
+            gstore((u32x2 *)own_result + 2 * thread,
+                   make2(bits<uint32_t>(r.x[0]), bits<uint32_t>(r.x[1])));
+            gstore((u32x2 *)own_result + 2 * thread + 1,
+                   make2(bits<uint32_t>(r.x[2]), bits<uint32_t>(r.x[3])));
+            if (thread == 0)
+                gstore((u32x2 *)own_result + D / 2,
+                       make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
+        }
+        uint32_t *const word = (uint32_t *)(at + S::WORD_AT),
+                 *const counter = a.counter + (tile_index * (uint32_t)a.group + (uint32_t)column);
+        if (block_ticket(counter, word) != (uint32_t)n_runs - 1) return true;
+        if (thread == 0) gstore(counter, 0u);
+
+        // A wave takes every WAVES-th run, with the loads of AHEAD in flight; a lane has pairs of
+        // elements.
+        enum { AHEAD = 4, PAIRS = S::KEPT / 2 };
+        float x[2 * PAIRS] = {}, most_m = -INFINITY, sum = 0.0f;
+#pragma unroll 1
+        for (int r = wave; r < n_runs; r += AHEAD * S::WAVES) {
+            u32x2 part[AHEAD][PAIRS], m_l[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const int of = min(r + i * S::WAVES, n_runs - 1) * a.group + column;
+                const u32x2 *const from = (const u32x2 *)(results + of * S::RESULT);
+                m_l[i] = gload(from + D / 2);
+#pragma unroll
+                for (int e = 0; e < PAIRS; e++) part[i][e] = gload(from + 32 * e + lane);
+            }
+            float to_m = most_m;
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                if (r + i * S::WAVES >= n_runs) m_l[i] = make2(bits<uint32_t>(-INFINITY), 0);
+                to_m = fmaxf(to_m, bits<float>(m_l[i].x));
+            }
+            const float kept = attend_keep(most_m, to_m);
+            most_m = to_m;
+            sum *= kept;
+#pragma unroll
+            for (int e = 0; e < 2 * PAIRS; e++) x[e] *= kept;
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const float add = r + i * S::WAVES < n_runs
+                                      ? attend_keep(bits<float>(m_l[i].x), to_m) : 0.0f;
+                sum += bits<float>(m_l[i].y) * add;
+#pragma unroll
+                for (int e = 0; e < PAIRS; e++) {
+                    x[2 * e] += bits<float>(part[i][e].x) * add;
+                    x[2 * e + 1] += bits<float>(part[i][e].y) * add;
+                }
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < PAIRS; e++) {
+            lput((u32x2 *)(sums + D * wave) + 32 * e + lane,
+                 make2(bits<uint32_t>(x[2 * e]), bits<uint32_t>(x[2 * e + 1])));
+        }
+        lput(all_m + wave, most_m);
+        lput(all_l + wave, sum);
+        block_sync_lds();
+    }
+    if (wave == 0) {
+        const int d = 4 * (lane % S::QUADS);
+        result r = add_waves(d);
+        const float share = r.l != 0.0f ? rcp_fast(r.l) : 0.0f;
+#pragma unroll
+        for (int e = 0; e < 4; e++) r.x[e] = r.l != 0.0f ? r.x[e] * share : 0.0f;
+        put4(a.out, is_wide(a.out), row_of(a.out, head, 0, seq), (uint32_t)(head + a.n_heads * seq),
+             d, lane < S::QUADS ? 4 : 0, r.x);
+    }
+    return true;
+}
+
 // Decode is bound by memory, so a wave has K and V of its next tile in flight while it works on
 // this one. The loop needs no barriers except for the slices' sums. Q is read from LDS for every
 // tile, because the prefetched data takes the registers.
-template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
+template <int D> DEV void attend_decode(const rocq_k_attention_args &a0) {
     typedef attend_decode_shape<D> S;
     LDS(u32x4, lds, attend_lds<S>::BYTES / 16);
-    if (a.n_splits == 0) return;
-    const int lane = lane_index(), wave = wave_read(wave_index(), 0);
+    if (a0.n_splits == 0) return;
+    enum { STEPS = D == 64 || D == 128 };
+    if constexpr (STEPS) {
+        if (a0.step && attend_step<D>(a0, lds)) return;
+    }
+    const rocq_k_attention_args &a = STEPS ? reread(a0) : a0; // so that no register keeps them
+    const int lane = STEPS ? recomputed(lane_index()) : lane_index(),
+              wave = wave_read(wave_index(), 0);
     const attend_role w = attend_role_of<S>(wave);
     f16 *const tile = (f16 *)((char *)lds + wave * S::WAVE_BYTES);
     const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
@@ -6406,418 +6795,6 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
     attend_finish<S>(a, state, run.n_runs, lds);
 }
 
-// A decode step with plain F16 rows (rocq__attention_steps in rocq.h): one query a sequence, up to
-// ROCQ_K_STEP_COLUMNS heads on a KV head. It is for short sequences above all: it is small, because
-// a step's other kernels evict its code between two launches, it requests K and V before it rotates
-// Q, and it stages no tiles. The n_splits blocks of a KV head cut its positions into n_runs runs;
-// where enough blocks are left, each has one column (head of the group) of a run, else all. A block
-// is 8 waves of one column each; the waves of a column are n_sets sets, which take KV tiles in turn.
-//
-//   D                  64   128   256
-//   LANES of a row      8    16    32    each with 8 elements, 16 bytes
-//   GROUPS              4     2     1    of LANES, in a wave
-//   TILE               32    16     8    positions of a wave, 8 of each group
-//
-//   s[p] = K[8 group + p] q    of a lane's elements; eight sums are added up over the lanes so that
-//                              each lane ends with one position's (attend_halve)
-//   P = 2^(s - m)              m and l of a group; weights go to all its lanes through LDS
-//   o[e] += P V                in F32, of a lane's 8 elements and a group's positions
-//
-// A wave adds up its groups of lanes relative to one maximum and leaves o, m and l of its column in
-// LDS, where the sets of a column are added up. With several runs that goes to work, o of each
-// column, then its m and l; in the last block to finish, the waves of a column take its runs in
-// turn, leave theirs in LDS again, and these are added up as before.
-// Grid    as at rocq_k_attention_args in rocq.h; 256 threads
-// LDS     6 to 17 KB: Q and the new rows of K and V in F16, angles, a wave's weights and rows of
-//         pages, sums of the waves
-// Values  Q is rounded to F16, weights and sums are F32. A NaN or infinity in V reaches all columns
-// Bytes   K and V once from memory, and once per column from the caches
-template <int D> struct attend_step_shape {
-    enum {
-        COLUMNS = ROCQ_K_STEP_COLUMNS,
-        THREADS = COLUMNS * ROCQ_K_WAVE,
-        LANES = D / 8,
-        GROUPS = ROCQ_K_WAVE / LANES,
-        POSITIONS = 8, // of a group
-        TILE = GROUPS * POSITIONS,
-        QUADS = D / 4,
-        KEPT = D / ROCQ_K_WAVE, // elements of a column that a lane has when groups are added up
-        RESULT = COLUMNS * (D + 2), // floats of a block in work
-        // LDS, in bytes: Q of each column, K and V of the new position; sines and cosines; weights
-        // and rows of each wave; its m, then its l; a word; its o
-        ANGLES_AT = (COLUMNS + 2) * D * 2,
-        WEIGHTS_AT = ANGLES_AT + D * 4,
-        ROWS_AT = WEIGHTS_AT + THREADS * 4,
-        M_AT = ROWS_AT + THREADS * 4,
-        WORD_AT = M_AT + 2 * COLUMNS * 4,
-        SUMS_AT = WORD_AT + 16,
-        BYTES = SUMS_AT + COLUMNS * D * 4
-    };
-    static_assert(RESULT <= ROCQ_K_DECODE_COLUMNS * (D * 5 / 8 + 2), "as attention_decode's work");
-};
-
-// Adds v of two lanes `mask` apart: each keeps half of the N elements, the upper lane the upper.
-template <int mask, int N> DEV void attend_halve(float (&v)[8]) {
-    const bool upper = (lane_index() & mask) != 0;
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-        const float other = wave_xor<mask>(upper ? v[i] : v[i + N / 2]);
-        v[i] = (upper ? v[i + N / 2] : v[i]) + other;
-    }
-}
-
-template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
-    typedef attend_step_shape<D> S;
-    LDS(u32x4, lds, S::BYTES / 16);
-    if (a.n_splits == 0) return;
-    char *const at = (char *)lds;
-    f16 *const q_rows = (f16 *)at;
-    float *const sine = (float *)(at + S::ANGLES_AT), *const cosine = sine + D / 2;
-    float *const all_m = (float *)(at + S::M_AT), *const all_l = all_m + S::COLUMNS;
-    float *const sums = (float *)(at + S::SUMS_AT);
-    const int thread = (int)thread_index(), lane = lane_index(), wave = wave_read(wave_index(), 0);
-    const int chunk = lane % S::LANES, group = lane / S::LANES;
-    float *const weights = (float *)(at + S::WEIGHTS_AT) + 32 * wave;
-    int32_t *const rows = (int32_t *)(at + S::ROWS_AT) + 32 * wave;
-
-    const uint32_t block = block_index() + a.common.block0, n_splits = (uint32_t)a.n_splits;
-    const uint32_t tile_index = n_splits == 1 ? block : block / n_splits;
-    const int split = (int)(block - tile_index * n_splits);
-    const int seq = a.n_seqs == 1 ? 0 : (int)(tile_index / (uint32_t)a.n_kv_heads);
-    const int kv_head = (int)tile_index - seq * a.n_kv_heads;
-
-    // Quad i of the block's columns of Q, then of the new K and of the new V. Until the length is
-    // known, the block is taken to have one column and the first run.
-    const bool append = a.rotation.pos != 0, may_share = a.n_splits >= a.group;
-    int n_columns = may_share ? 1 : a.group, first_column = may_share ? split % a.group : 0;
-    const char *const k_row = row_of(a.append[0], kv_head, 0, 0),
-                     *const v_row = row_of(a.append[1], kv_head, 0, 0);
-    const auto load = [&](int i) {
-        const int item = i / S::QUADS, k = 4 * (i % S::QUADS), half = a.rotation.n_dims / 2;
-        const char *row =
-            item < n_columns    ? row_of(a.q, kv_head * a.group + first_column + item, 0, seq)
-            : item == n_columns ? k_row
-                                : v_row;
-        rotation_quad q = {};
-        q.k = k;
-        if (item >= n_columns + (append ? 2 : 0) || k >= a.head_dim) return q;
-        q.count = 4;
-        q.rotated = item > n_columns ? 0 : 2 * half - k;
-        const u32x4 v = gload((const u32x4 *)((const float *)row + k));
-        u32x4 p = make4(v.y, v.x, v.w, v.z);
-        if (a.rotation.neox && q.rotated > 0)
-            p = gload((const u32x4 *)((const float *)row + (k < half ? k + half : k - half)));
-        floats4(ROCQ_F32, v, q.v);
-        floats4(ROCQ_F32, p, q.p);
-        return q;
-    };
-    rotation_quad quad = load(thread);
-    int position = 0, cell = -1, len = a.n_kv;
-    if (append) {
-        position = gload(a.rotation.pos);
-        cell = wave_read(gload(a.rotation.cell), 0);
-    }
-    if (a.kv_len) {
-        len = wave_read(gload(a.kv_len + seq), 0);
-        if (len < 1 || len > a.n_kv) {
-            if (thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_LENGTH);
-            len = len < 1 ? 1 : a.n_kv;
-        }
-    }
-    int n_runs = 1, run = 0, begin = 0, end = len;
-    bool guessed = true;
-    if (n_splits > 1) {
-        const int n = max(min(len / ROCQ_K_STEP_RUN, (int)n_splits), 1);
-        const int length = n == 1 ? len : ((len + n - 1) / n + 31) / 32 * 32;
-        n_runs = n == 1 ? 1 : (len + length - 1) / length;
-        const bool shares = n_runs * a.group <= a.n_splits;
-        if (split >= n_runs * (shares ? a.group : 1)) return;
-        run = shares ? split / a.group : split;
-        guessed = shares || !may_share;
-        if (!shares) {
-            n_columns = a.group;
-            first_column = 0;
-        }
-        begin = run * length;
-        end = min(begin + length, len);
-    }
-    const int n_quads = (n_columns + (append ? 2 : 0)) * S::QUADS;
-    int shift = (n_columns <= 1) + (n_columns <= 2) + (n_columns <= 4), n_sets = 1 << shift;
-    int column = wave >> shift, set = wave & (n_sets - 1);
-
-    const bool paged = a.page_table != 0;
-    const char *const k_base = row_of(a.k, kv_head, 0, paged ? 0 : seq),
-                     *const v_base = row_of(a.v, kv_head, 0, paged ? 0 : seq);
-    const uint32_t k_step = (uint32_t)a.k.stride[1] & 0xffffff, // a product of 24
-                   v_step = (uint32_t)a.v.stride[1] & 0xffffff; // bits is one instruction
-    const uint32_t chunk_at = 16u * (uint32_t)min(chunk, a.head_dim / 8 - 1);
-    const int own = chunk / (S::LANES / 8); // the position of its group that the lane weighs
-    const float factor = a.scale * 1.44269504f;
-    // A tile of the wave. Positions past the end have the row of the last one.
-    int first = column < n_columns ? begin + set * S::TILE : end;
-    u32x4 k[S::POSITIONS], v[S::POSITIONS];
-    bool seen = false;
-    const auto fetch = [&]() {
-        const int last = end - 1 - first, r0 = S::POSITIONS * (recomputed(lane) / S::LANES);
-        seen = r0 + own <= last;
-        if (!paged) {
-            const char *const k_tile = k_base + (uint64_t)(uint32_t)first * k_step,
-                             *const v_tile = v_base + (uint64_t)(uint32_t)first * v_step;
-#pragma unroll
-            for (int p = 0; p < S::POSITIONS; p++) {
-                const uint32_t r = (uint32_t)min(r0 + p, last) & 31;
-                k[p] = gload((const u32x4 *)(k_tile + (r * k_step + chunk_at)));
-            }
-#pragma unroll
-            for (int p = 0; p < S::POSITIONS; p++) {
-                const uint32_t r = (uint32_t)min(r0 + p, last) & 31;
-                v[p] = gload((const u32x4 *)(v_tile + (r * v_step + chunk_at)));
-            }
-        } else {
-            const int row = attend_paged_row(a, seq, first + min(lane, last));
-            lput(rows + lane, max(row, 0));
-            const uint32_t valid = wave_ballot(row >= 0) >> (r0 + own) & 1;
-            seen = seen && valid != 0;
-            wave_sync();
-#pragma unroll
-            for (int p = 0; p < S::POSITIONS; p++) {
-                const uint64_t r = (uint32_t)lget(rows + r0 + p);
-                k[p] = gload((const u32x4 *)(k_base + (r * k_step + chunk_at)));
-                v[p] = gload((const u32x4 *)(v_base + (r * v_step + chunk_at)));
-            }
-            wave_sync(); // else clang joins these loads and those above, with addresses in VGPRs
-        }
-    };
-    if (first < end) fetch();
-
-    // Q, and what a rope_append before attention does: the new rows of K and V are in LDS for those
-    // who read them.
-    for (int i = thread; i < a.rotation.n_dims / 2; i += S::THREADS) {
-        rotation_angle(a.rotation, position, i, sine, cosine);
-    }
-    block_sync_lds();
-    if (append && (cell < 0 || cell >= a.rotation.n_cells)) {
-        if (split == 0 && thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
-        cell = -1;
-    }
-#pragma unroll 1
-    for (int i = thread;;) {
-        if (!guessed) quad = load(i);
-        guessed = false;
-        float y[4];
-        rotation_apply(a.rotation, quad, sine, cosine, y);
-        const u32x2 h = make2(attend_pair(y[0], y[1]), attend_pair(y[2], y[3]));
-        const int item = i / S::QUADS;
-        if (i < n_quads) lput((u32x2 *)(q_rows + D * item + quad.k), h);
-        i += S::THREADS;
-        if (i - lane >= n_quads) break;
-    }
-    block_sync_lds();
-    const u32x4 q = lget((const u32x4 *)(q_rows + D * min(column, n_columns - 1)) + chunk);
-    float o[8] = {}, m = -INFINITY, l = 0.0f;
-    const bool idle = first >= end;
-#pragma unroll 1
-    while (!idle) {
-        const int last = end - 1 - first;
-        if (cell >= 0 && (paged || (cell >= first && cell < min(first + S::TILE, end)))) {
-            const u32x4 *const fresh = (const u32x4 *)(q_rows + D * n_columns) + chunk;
-            const u32x4 new_k = lget(fresh), new_v = lget(fresh + S::LANES);
-#pragma unroll
-            for (int p = 0; p < S::POSITIONS; p++) {
-                const int r = S::POSITIONS * group + p;
-                if ((paged ? lget(rows + r) : first + min(r, last)) != cell) continue;
-                k[p] = new_k;
-                v[p] = new_v;
-            }
-        }
-
-        float s[8];
-        const uint32_t q_word[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-        for (int p = 0; p < S::POSITIONS; p++) {
-            const uint32_t k_word[4] = {k[p].x, k[p].y, k[p].z, k[p].w};
-            s[p] = 0.0f;
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                s[p] = dot2(bits<f16x2>(k_word[i]), bits<f16x2>(q_word[i]), s[p]);
-            if (a.head_dim < D && chunk >= a.head_dim / 8) s[p] = 0.0f;
-            if (p % 4 == 3) keep_order();
-        }
-        attend_halve<S::LANES / 2, 8>(s);
-        attend_halve<S::LANES / 4, 4>(s);
-        attend_halve<S::LANES / 8, 2>(s);
-        float score = s[0];
-        if (S::LANES > 16) score += wave_xor<2>(score);
-        if (S::LANES > 8) score += wave_xor<1>(score);
-        score = seen ? score * factor : -INFINITY;
-        float top = score;
-        top = fmaxf(top, wave_xor<S::LANES / 2>(top));
-        top = fmaxf(top, wave_xor<S::LANES / 4>(top));
-        top = fmaxf(top, wave_xor<S::LANES / 8>(top));
-        const bool moves = top > m + 8.0f;
-        if (wave_ballot(moves) != 0) {
-            const float to = moves ? top : m, keep = attend_keep(m, to);
-            m = to;
-            l *= keep;
-#pragma unroll
-            for (int e = 0; e < 8; e++) o[e] *= keep;
-        }
-        const float weight = exp2_fast(score - (m == -INFINITY ? 0.0f : m));
-        l += weight;
-        wave_sync();
-        lput(weights + S::POSITIONS * group + own, weight);
-        wave_sync();
-#pragma unroll
-        for (int p = 0; p < S::POSITIONS; p++) {
-            if (p % 4 == 0) keep_order();
-            const float w = lget(weights + S::POSITIONS * group + p);
-            const uint32_t v_word[4] = {v[p].x, v[p].y, v[p].z, v[p].w};
-#pragma unroll
-            for (int e = 0; e < 8; e++) {
-                const float x = f16_f32((uint16_t)(v_word[e / 2] >> 16 * (e & 1)));
-                o[e] = fmaf(w, x, o[e]);
-            }
-        }
-        first += S::TILE << shift;
-        if (first >= end) break;
-        fetch();
-    }
-
-    // The column of a wave, over its groups of lanes, to LDS.
-    float top = m;
-    if (S::LANES <= 8) top = fmaxf(top, wave_xor<8>(top));
-    if (S::LANES <= 16) top = fmaxf(top, wave_xor<16>(top));
-    const float keep = attend_keep(m, top);
-    l *= keep;
-    if (S::LANES <= 8) l += wave_xor<1>(l); // the other lanes have another position's weights
-    if (S::LANES <= 16) l += wave_xor<2>(l);
-    l += wave_xor<4>(l);
-    l += wave_xor<8>(l);
-    l += wave_xor<16>(l);
-#pragma unroll
-    for (int e = 0; e < 8; e++) o[e] *= keep;
-    if (S::GROUPS > 1) attend_halve<16, 8>(o);
-    if (S::GROUPS > 2) attend_halve<8, 4>(o);
-    float *const to = sums + D * wave + 8 * chunk + (S::GROUPS > 1 && (lane & 16) ? 4 : 0) +
-                      (S::GROUPS > 2 && (lane & 8) ? 2 : 0);
-#pragma unroll
-    for (int e = 0; e < S::KEPT; e += 2)
-        lput((u32x2 *)(to + e), make2(bits<uint32_t>(o[e]), bits<uint32_t>(o[e + 1])));
-    lput(all_m + wave, top);
-    lput(all_l + wave, l);
-    block_sync_lds();
-    // The first block stores the new rows in the caches, now that none of its waves reads them.
-    if (append && cell >= 0 && split == 0 && thread < 2 * S::QUADS) {
-        const int d = 4 * (thread % S::QUADS);
-        char *const row = thread < S::QUADS ? row_of(a.k, kv_head, cell, 0)
-                                            : row_of(a.v, kv_head, cell, 0);
-        const u32x2 x = lget((const u32x2 *)(q_rows + D * n_columns) + thread);
-        if (d < a.head_dim) gstore((u32x2 *)(row + 2 * d), x);
-    }
-
-    // Elements d to d + 3 of column c, over the sets of waves.
-    struct result { float x[4], m, l; };
-    const auto add_sets = [&](int c, int d) {
-        result r = {{}, -INFINITY, 0.0f};
-        const int w = c << shift;
-#pragma unroll
-        for (int k = 0; k < S::COLUMNS; k++) r.m = fmaxf(r.m, lget(all_m + w + (k & (n_sets - 1))));
-#pragma unroll 1
-        for (int k = 0; k < n_sets; k++) {
-            const float add = attend_keep(lget(all_m + w + k), r.m);
-            const u32x4 part = lget((const u32x4 *)(sums + D * (w + k) + d));
-            r.x[0] += add * bits<float>(part.x);
-            r.x[1] += add * bits<float>(part.y);
-            r.x[2] += add * bits<float>(part.z);
-            r.x[3] += add * bits<float>(part.w);
-            r.l += add * lget(all_l + w + k);
-        }
-        return r;
-    };
-    if (n_runs > 1) {
-        float *const results = a.work + (int64_t)tile_index * a.n_splits * S::RESULT;
-        float *const own_result = results + run * S::RESULT;
-        for (int i = thread; i < n_columns * S::QUADS; i += S::THREADS) {
-            const int c = i / S::QUADS, d = 4 * (i % S::QUADS);
-            const result r = add_sets(c, d);
-            gstore((u32x4 *)(own_result + (first_column + c) * D + d),
-                   make4(bits<uint32_t>(r.x[0]), bits<uint32_t>(r.x[1]), bits<uint32_t>(r.x[2]),
-                         bits<uint32_t>(r.x[3])));
-            if (d == 0)
-                gstore((u32x2 *)(own_result + S::COLUMNS * D) + first_column + c,
-                       make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
-        }
-        const uint32_t n_blocks = (uint32_t)(n_runs * (n_columns < a.group ? a.group : 1));
-        uint32_t *const word = (uint32_t *)(at + S::WORD_AT);
-        if (block_ticket(a.counter + tile_index, word) != n_blocks - 1) return;
-        if (thread == 0) gstore(a.counter + tile_index, 0u);
-
-        // The last block has all columns. A wave takes every n_sets-th run of its column, with the
-        // loads of AHEAD in flight; a lane has pairs of elements.
-        enum { AHEAD = 4, PAIRS = S::KEPT / 2 };
-        n_columns = a.group;
-        first_column = 0;
-        shift = (n_columns <= 1) + (n_columns <= 2) + (n_columns <= 4);
-        n_sets = 1 << shift;
-        column = min(wave >> shift, n_columns - 1);
-        set = wave & (n_sets - 1);
-        float x[2 * PAIRS] = {}, most = -INFINITY, sum = 0.0f;
-#pragma unroll 1
-        for (int r = set; r < n_runs; r += AHEAD << shift) {
-            u32x2 part[AHEAD][PAIRS], m_l[AHEAD];
-#pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                const float *const from = results + min(r + (i << shift), n_runs - 1) * S::RESULT;
-                m_l[i] = gload((const u32x2 *)(from + S::COLUMNS * D) + column);
-#pragma unroll
-                for (int e = 0; e < PAIRS; e++)
-                    part[i][e] = gload((const u32x2 *)(from + column * D) + 32 * e + lane);
-            }
-            float to = most;
-#pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                if (r + (i << shift) >= n_runs) m_l[i] = make2(bits<uint32_t>(-INFINITY), 0);
-                to = fmaxf(to, bits<float>(m_l[i].x));
-            }
-            const float keep = attend_keep(most, to);
-            most = to;
-            sum *= keep;
-#pragma unroll
-            for (int e = 0; e < 2 * PAIRS; e++) x[e] *= keep;
-#pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                const float add = r + (i << shift) < n_runs
-                                      ? attend_keep(bits<float>(m_l[i].x), to) : 0.0f;
-                sum += bits<float>(m_l[i].y) * add;
-#pragma unroll
-                for (int e = 0; e < PAIRS; e++) {
-                    x[2 * e] += bits<float>(part[i][e].x) * add;
-                    x[2 * e + 1] += bits<float>(part[i][e].y) * add;
-                }
-            }
-        }
-#pragma unroll
-        for (int e = 0; e < PAIRS; e++) {
-            lput((u32x2 *)(sums + D * wave) + 32 * e + lane,
-                 make2(bits<uint32_t>(x[2 * e]), bits<uint32_t>(x[2 * e + 1])));
-        }
-        lput(all_m + wave, most);
-        lput(all_l + wave, sum);
-        block_sync_lds();
-    }
-#pragma unroll 1
-    for (int i = thread; i - lane < n_columns * S::QUADS; i += S::THREADS) {
-        const int c = min(i / S::QUADS, n_columns - 1), d = 4 * (i % S::QUADS);
-        const int head = kv_head * a.group + first_column + c;
-        result r = add_sets(c, d);
-        const float share = r.l != 0.0f ? rcp_fast(r.l) : 0.0f;
-#pragma unroll
-        for (int e = 0; e < 4; e++) r.x[e] = r.l != 0.0f ? r.x[e] * share : 0.0f;
-        put4(a.out, is_wide(a.out), row_of(a.out, head, 0, seq), (uint32_t)(head + a.n_heads * seq),
-             d, i < n_columns * S::QUADS ? quad_count(a.head_dim, d) : 0, r.x);
-    }
-}
-
 // With D = 512 a block's four waves are the slices of one column tile, so prefill is the same as
 // decode.
 #define ROCQ_X(X, d)                                                                               \
@@ -6827,9 +6804,6 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
         else attend_decode<d>(a);                                                                  \
     }
 ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
-#undef ROCQ_X
-#define ROCQ_X(X, d) KERNEL(attention_step_##d, rocq_k_attention_args, 256) { attend_step<d>(a); }
-ROCQ_K_STEP_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
 
 // ---------------------------------------------------------------------------------------------

@@ -573,7 +573,7 @@ typedef struct attend {
     int64_t d, n_heads, n_kv_heads, n_q, n_kv, n_seqs;
     rocq_format q, out, k, v;
     bool causal, mask, mask_heads, sinks, kv_len, in_place, hadamard;
-    bool step; // of kernel attention_step
+    bool step; // of the kind that attention_decode does by a head a block, if it is short
     int32_t window, page_size;
     float softcap;
     box_layout layout;
@@ -720,20 +720,20 @@ static void test_attention_long(void **state) {
     }
 }
 
-// attention_step: all its head sizes and groups, lengths about a tile's and a run's, sequences of
-// different lengths, pages, and results in every format.
+// A decode step by a head a block, or by the general way where that is too long for the blocks:
+// groups of 1 to 16 heads, lengths about a tile's, a run's and the limits', sequences of different
+// lengths, pages, and results in every format.
 static void test_attention_step(void **state) {
     (void)state;
     const uint64_t saved = random_state;
-    static const int64_t dims[] = {64, 128, 256, 96, 80, 8, 192, 112};
-    static const int64_t lengths[] = {1, 7, 33, 128, 129, 255, 300, 1500, 16};
-    for (int i = 0; i < 40; i++) {
-        const attend s = {.d = dims[i % 8], .n_heads = (1 + i * 3 % 8) * (1 + i % 3),
-                          .n_kv_heads = 1 + i % 3, .n_q = 1, .n_kv = lengths[i % 9],
+    static const int64_t lengths[] = {1, 7, 33, 128, 129, 255, 300, 512, 513, 1024, 1500, 2100, 16};
+    for (int i = 0; i < 52; i++) {
+        const int64_t n_kv_heads = 1 + i % 3, group = i % 4 == 0 ? 1 : 1 + i * 5 % 16;
+        const attend s = {.d = i % 2 ? 128 : 64, .n_heads = group * n_kv_heads,
+                          .n_kv_heads = n_kv_heads, .n_q = 1, .n_kv = lengths[i % 13],
                           .n_seqs = 1 + i % 7 % 3, .k = ROCQ_F16, .v = ROCQ_F16,
                           .causal = i % 2 == 0, .kv_len = i % 4 > 1,
-                          .out = i % 5 == 4 ? ROCQ_F16
-                                 : i % 5 == 3 && dims[i % 8] % 32 == 0 ? ROCQ_Q8_0 : ROCQ_F32,
+                          .out = i % 5 == 4 ? ROCQ_F16 : i % 5 == 3 ? ROCQ_Q8_0 : ROCQ_F32,
                           .page_size = i % 3 == 1 ? 1 + i % 16 : 0, .in_place = i % 5 == 2,
                           .step = true};
         check_attention(&s);
@@ -2607,7 +2607,7 @@ static void test_graph_joins_router(void **state) {
 
 // rope_append in the launch of the attention that follows: short and long caches, in pages too, and
 // queries that something reads later, which must then be rotated in memory. Case 0 is not joined:
-// attention_step does not read rows that are not aligned.
+// a step by a head a block does not read rows that are not aligned.
 static void test_graph_joins_append(void **state) {
     (void)state;
     const uint64_t saved = random_state;
@@ -2620,7 +2620,7 @@ static void test_graph_joins_append(void **state) {
         const bool dead = i != 5;
         box q = box_random(BOX_PLAIN, ROCQ_F32, 1, d, n_heads, 1, 1),
             q_next = box_random(BOX_STRIDED, ROCQ_F32, 1, d, n_heads, 1, 1);
-        const bool plain = kv[i % 5] == ROCQ_F16 && i > 0; // as attention_step needs them
+        const bool plain = kv[i % 5] == ROCQ_F16 && i > 0; // as a step by a head a block needs them
         box k = box_random(plain ? BOX_PLAIN : BOX_STRIDED, ROCQ_F32, 1, d, n_kv_heads, 1, 1),
             v = box_random(plain ? BOX_PLAIN : BOX_STRIDED, ROCQ_F32, 1, d, n_kv_heads, 1, 1);
         box out = box_make(BOX_PLAIN, ROCQ_F32, d, n_heads, 1, 1);
@@ -2665,15 +2665,14 @@ static void test_graph_joins_append(void **state) {
     random_state = saved;
 }
 
-// The same with attention_step: groups of 1 to 8 heads, runs that are merged, pages, all sizes of
-// heads.
+// The same in a step that may go by a head a block: groups of 1 to 8 heads, runs that are merged,
+// pages, both sizes of heads.
 static void test_graph_joins_append_step(void **state) {
     (void)state;
     const uint64_t saved = random_state;
-    static const int64_t ds[] = {64, 128, 256, 96, 80, 24};
     for (int i = 0; i < 16; i++) {
-        const int64_t d = ds[i % 6], n_kv_heads = 1 + i % 2, n_heads = n_kv_heads * (1 + i % 8);
-        const int64_t page = i % 4 == 1 ? 16 : 0, rows = i % 3 == 2 ? 640 : 96;
+        const int64_t d = i / 2 % 2 ? 128 : 64, n_kv_heads = 1 + i % 2, n_heads = n_kv_heads * (1 + i % 8);
+        const int64_t page = i % 4 == 1 ? 16 : 0, rows = i % 3 == 2 ? 640 : i % 5 == 1 ? 1536 : 96;
         const int64_t n_pages = page ? rows / page : 1;
         box q = box_random(BOX_PLAIN, ROCQ_F32, 1, d, n_heads, 1, 1),
             q_next = box_random(BOX_PLAIN, ROCQ_F32, 1, d, n_heads, 1, 1);
