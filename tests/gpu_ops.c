@@ -2671,7 +2671,8 @@ static void test_graph_joins_append_step(void **state) {
     (void)state;
     const uint64_t saved = random_state;
     for (int i = 0; i < 16; i++) {
-        const int64_t d = i / 2 % 2 ? 128 : 64, n_kv_heads = 1 + i % 2, n_heads = n_kv_heads * (1 + i % 8);
+        const int64_t d = i / 2 % 2 ? 128 : 64, n_kv_heads = 1 + i % 2,
+                      n_heads = n_kv_heads * (1 + i % 8);
         const int64_t page = i % 4 == 1 ? 16 : 0, rows = i % 3 == 2 ? 640 : i % 5 == 1 ? 1536 : 96;
         const int64_t n_pages = page ? rows / page : 1;
         box q = box_random(BOX_PLAIN, ROCQ_F32, 1, d, n_heads, 1, 1),
