@@ -3173,11 +3173,11 @@ typedef struct rocq_k_matmul_args {
 //             ROCQ_K_ATTEND_RUN, or all, so if kv_len is short the last ones are idle. Sums, and
 //             so the bits of the results, depend on n_splits
 //   work      n_splits > 1: n_tiles n_kv_heads n_seqs n_splits (D + 2) columns-of-a-block floats
-//   counter   n_splits > 1: n_tiles n_kv_heads n_seqs words, with step group times as many, zero
-//             before and after. By it a block knows that it is the last of its tile, and merges
-//   step      of attention_decode: while a sequence has up to ROCQ_K_STEP_RUN positions, or half of
-//             that for each of four runs or more, a block takes one head of one run, and n_splits /
-//             group is the most runs. n_q and n_tiles are 1 then, K and V plain F16, Q F32, all in
+//   counter   n_splits > 1: n_tiles n_kv_heads n_seqs words, zero before and after. By it a block
+//             knows that it is the last of its tile, and merges
+//   step      of attention_decode: while a sequence has up to ROCQ_K_STEP_RUN positions, a block
+//             takes one head; where a KV head has one head, also while it has half of that for each
+//             of four runs or more. n_q and n_tiles are 1 then, K and V plain F16, Q F32, all in
 //             rows of whole 16 bytes, and there is no mask, cap, window, sink or lse
 // The launches of a cut grid must run one after the other, since they may share tiles.
 typedef struct rocq_k_attention_args {
@@ -19815,8 +19815,7 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     const bool decode = rocq__attention_decodes(&site, config.tile_n);
     const int64_t n_tiles = (columns + tile - 1) / tile, blocks = n_tiles * n_kv_heads * n_seqs;
     const int64_t group = n_heads / n_kv_heads;
-    const bool step = decode && n_tiles == 1 && blocks * group <= ROCQ__COUNTERS &&
-        rocq__attention_steps(p);
+    const bool step = decode && n_tiles == 1 && rocq__attention_steps(p);
     int64_t n_splits = blocks <= ROCQ__COUNTERS ? config.n_splits : 1;
     // A block for each head, where the chip has them.
     if (step && n_splits < group && blocks * group <= rocq__chip_of(job->ctx)->n_units)
@@ -19873,8 +19872,7 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, part, part[0]);
         args.work = (float *)rocq__device_data(&work);
         if (!job->planning && job->result == ROCQ_OK) {
-            job->result =
-                rocq__counters_hip(job->ctx, step ? blocks * group : blocks, &args.counter);
+            job->result = rocq__counters_hip(job->ctx, blocks, &args.counter);
         }
     }
     // The time cap must not be too late: as if every query saw all that is there, and with K and V

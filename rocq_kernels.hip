@@ -6247,8 +6247,9 @@ DEV void attend_append(const rocq_k_attention_args &a0, f16 *q_tile, float *scra
 // A decode step of a short sequence with plain F16 rows (args.step): what attention_decode does
 // then. It has a tenth of the code, because a step's other kernels evict it between two launches;
 // it requests K and V before it rotates Q, and it stages no tiles. A block has one column, that is
-// one head, of one run of the positions: the n_splits blocks of a KV head are n_splits / group runs
-// at most. The waves of a block take KV tiles in turn.
+// one head: of one run of the positions where the head has its KV head to itself, else of all of
+// them, and the first blocks of a KV head are its group's. The waves of a block take KV tiles in
+// turn.
 //
 //   D                  64   128
 //   LANES of a row      8    16    each with 8 elements, 16 bytes
@@ -6262,7 +6263,7 @@ DEV void attend_append(const rocq_k_attention_args &a0, f16 *q_tile, float *scra
 //
 // A wave adds up its groups of lanes relative to one maximum and leaves o, m and l in LDS, where
 // the waves are added up. With several runs that goes to work, o and then m and l; in the last
-// block of a column to finish, its waves take the runs in turn, leave their sums in LDS, and these
+// block of a head to finish, its waves take the runs in turn, leave their sums in LDS, and these
 // are added up as before.
 // LDS     4 or 5 KB of attention_decode's: Q and the new rows of K and V in F16, angles, a wave's
 //         weights and rows of pages, sums of the waves
@@ -6320,8 +6321,9 @@ template <int D> DEV bool attend_step(const rocq_k_attention_args &a, u32x4 *lds
     const int split = (int)(block - tile_index * n_splits);
     const int seq = a.n_seqs == 1 ? 0 : (int)(tile_index / (uint32_t)a.n_kv_heads);
     const int kv_head = (int)tile_index - seq * a.n_kv_heads;
-    const int run = a.group == 1 ? split : split / a.group, column = split - run * a.group;
-    const int head = kv_head * a.group + column;
+    const bool alone = a.group == 1;
+    const int run = alone ? split : 0; // of a group, blocks past its heads are idle
+    const int head = kv_head * a.group + (alone ? 0 : min(split, a.group - 1));
 
     // A thread has a quad of Q, or of the new K or of the new V.
     const bool append = a.rotation.pos != 0;
@@ -6355,13 +6357,13 @@ template <int D> DEV bool attend_step(const rocq_k_attention_args &a, u32x4 *lds
         }
     }
     // To merge two or three runs takes as long as to have one that is longer.
-    const int most = a.group == 1 ? a.n_splits : a.n_splits / a.group;
-    const int n = min(len / ROCQ_K_ATTEND_RUN, most);
+    const int n = alone ? min(len / ROCQ_K_ATTEND_RUN, a.n_splits) : 1;
     const bool one = n < 4;
-    if (most == 0 || len > (one ? ROCQ_K_STEP_RUN : most * (ROCQ_K_STEP_RUN / 2))) return false;
+    if (a.n_splits < a.group || len > (one ? ROCQ_K_STEP_RUN : n * (ROCQ_K_STEP_RUN / 2)))
+        return false;
     const int length = one ? len : ((len + n - 1) / n + 31) / 32 * 32;
     const int n_runs = one ? 1 : (len + length - 1) / length;
-    if (run >= n_runs) return true;
+    if (run >= n_runs || (!alone && split >= a.group)) return true;
     const int begin = run * length, end = min(begin + length, len);
 
     const bool paged = a.page_table != 0;
@@ -6531,7 +6533,7 @@ template <int D> DEV bool attend_step(const rocq_k_attention_args &a, u32x4 *lds
         gstore((u32x2 *)row + thread % S::QUADS, lget((const u32x2 *)q_row + S::QUADS + thread));
     }
 
-    // Elements d to d + 3 of the column, over the waves.
+    // Elements d to d + 3 of the result, over the waves.
     struct result { float x[4], m, l; };
     const auto add_waves = [&](int d) {
         result r = {{}, -INFINITY, 0.0f};
@@ -6564,7 +6566,7 @@ template <int D> DEV bool attend_step(const rocq_k_attention_args &a, u32x4 *lds
                        make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
         }
         uint32_t *const word = (uint32_t *)(at + S::WORD_AT),
-                 *const counter = a.counter + (tile_index * (uint32_t)a.group + (uint32_t)column);
+                 *const counter = a.counter + tile_index;
         if (block_ticket(counter, word) != (uint32_t)n_runs - 1) return true;
         if (thread == 0) gstore(counter, 0u);
 
@@ -6577,7 +6579,7 @@ template <int D> DEV bool attend_step(const rocq_k_attention_args &a, u32x4 *lds
             u32x2 part[AHEAD][PAIRS], m_l[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
-                const int of = min(r + i * S::WAVES, n_runs - 1) * a.group + column;
+                const int of = min(r + i * S::WAVES, n_runs - 1);
                 const u32x2 *const from = (const u32x2 *)(results + of * S::RESULT);
                 m_l[i] = gload(from + D / 2);
 #pragma unroll
