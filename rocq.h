@@ -14287,17 +14287,26 @@ static ROCQ__SIMD void rocq__bin_simd(int8_t *bin, const float *x, float top) {
 }
 #endif
 
+static inline uint64_t rocq__mix(uint64_t z) { // splitmix64's finisher
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
 // Quickselect: the candidate at which the weights, summed in that order, reach target. A weight is
-// exp(logit - top), or 1 with count. Reorders list; n > 0.
+// exp(logit - top), or 1 with count. Reorders list; n > 0. The pivot stands where a hash of n says:
+// in the middle it would be the best of all logits that rise and then fall, or the last of those
+// that fall and then rise, round after round, and n candidates would take n^2 steps.
 static rocq__candidate rocq__select(rocq__candidate *list, int64_t n, float top, bool count,
                                     double target) {
     double front = 0.0; // weight of what stands before list
     while (n > 1) {
         // All that comes before the pivot moves to the front of list.
-        const rocq__candidate pivot = list[n / 2];
+        const int64_t at = (int64_t)(rocq__mix((uint64_t)n) % (uint64_t)n);
+        const rocq__candidate pivot = list[at];
         int64_t m = 0;
         double sum = front;
-        list[n / 2] = list[n - 1];
+        list[at] = list[n - 1];
         list[n - 1] = pivot;
         for (int64_t i = 0; i < n - 1; i++) {
             if (!rocq__before(list[i], pivot)) continue;
@@ -14317,12 +14326,6 @@ static rocq__candidate rocq__select(rocq__candidate *list, int64_t n, float top,
         n -= m + 1; // the pivot was the last one
     }
     return list[0];
-}
-
-static inline uint64_t rocq__mix(uint64_t z) { // splitmix64's finisher
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
 }
 
 // Uniform in [0, 1), 53 bits, from seed and step alone.

@@ -1149,6 +1149,34 @@ static void sample_breaks_ties_by_token(void **state) {
     draw_free(&d);
 }
 
+// Logits that rise and fall along the vocabulary, or fall and rise, so near each other that top-p
+// has all in one bin: the cut is found in a few passes over them, whatever their order.
+static void sample_of_a_hill(void **state) {
+    (void)state;
+    const int64_t n = 200000;
+    draw d = draw_make(n, 1);
+    double *prob = doubles(n);
+    draw_link(&d);
+    for (int kind = 0; kind < 4; kind++) {
+        for (int64_t t = 0; t < n; t++) {
+            const double x = (double)(t - n / 2) / (double)n;
+            d.logits.value[t] = kind & 1 ? x * x / 5 : -x * x / 5;
+        }
+        box_write(&d.logits);
+        d.p.top_p = kind & 2 ? 0 : 0.9f;
+        d.p.top_k = kind & 2 ? (int32_t)n / 2 : 0;
+        distribution(&d, prob);
+        const int64_t start = rocq_time_ns();
+        assert_int_equal(rocq_sample(contexts[1][0], &d.p), ROCQ_OK);
+        assert_true(rocq_time_ns() - start < 4000000000); // n^2 steps take a minute
+        box_read(&d.prob);
+        const double want = prob[drawn(&d)];
+        assert_true(want > 0 && fabs(d.prob.value[0] - want) <= 2e-5 * want);
+    }
+    free(prob);
+    draw_free(&d);
+}
+
 static void sample_at_the_edges(void **state) {
     (void)state;
     box *outputs[2];
@@ -2133,6 +2161,7 @@ int main(void) {
         cmocka_unit_test(sample_follows_the_distribution),
         cmocka_unit_test(sample_is_deterministic),
         cmocka_unit_test(sample_breaks_ties_by_token),
+        cmocka_unit_test(sample_of_a_hill),
         cmocka_unit_test(sample_at_the_edges),
         cmocka_unit_test(overlap_is_told_exactly),
         cmocka_unit_test(overlapping_rows_never_give_wrong_values),
