@@ -248,10 +248,10 @@
    pinned memory, tensors that rocq_gguf_load puts into pinned memory, host copies of operands for
    a fallback, and rocq's own records do not count.
 
-   An arena is for memory whose size is known before a step: a program measures it once, as all
-   examples do (llama.h, train.h, vae.h). rocq_pool is for a program whose requests differ from step
-   to step and are not known before: freed blocks serve later requests, without a call of the
-   runtime.
+   An arena is for memory whose size is known before a step: a program measures it once, as the
+   examples do (llama.h, train.h, vae_networks.h for its weights). rocq_pool is for a program whose
+   requests differ from step to step and are not known before: freed blocks serve later requests,
+   without a call of the runtime.
 
    Block formats on a GPU are planar (ROCQ_LAYOUT_PLANAR): the bits of all blocks are sorted into
    planes, so that kernels can read 16 bytes at a time. rocq_gguf_upload repacks weights that way,
