@@ -12106,6 +12106,12 @@ static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t t
     }
 }
 
+// How many items, each of so many multiplications, a thread takes together: enough for long streams
+// where there are streams. Else larger parts only make threads on slower cores end later.
+static int64_t rocq__mm_together(const rocq__mm *mm, int64_t work) {
+    return mm->pass && mm->avx512 ? ROCQ__WORTH_TOGETHER / work : 0;
+}
+
 static void rocq__mm_panels(rocq__mm *mm, int64_t begin, int64_t end, int32_t thread) {
     if (mm->pass) rocq__mm_run_column(mm, begin, end, thread);
     else rocq__mm_run(mm, begin, end, thread);
@@ -12365,7 +12371,7 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
     }
     rocq__plan_stage(plan, rocq__mm_convert_all, chain, n_columns, rocq__plan_grain(plan, 4 * k));
     rocq__plan_stage(plan, rocq__mm_run_all, chain, n_items, rocq__plan_grain(plan, k * most))
-        ->together = ROCQ__WORTH_TOGETHER / (k * most);
+        ->together = rocq__mm_together(&products[0].main, k * most);
     for (int32_t i = 0; p; p = p->next, i++) {
         if (!products[i].has_cast) continue;
         const rocq_cast_params cast = {p->y, &products[i].main_y};
@@ -14905,8 +14911,9 @@ static rocq_result rocq__experts_begin(rocq_ctx *ctx, rocq__stage *stage) {
     const int64_t columns = ROCQ__MAX(a->n_pairs / a->n_tiles, 1);
     (void)ctx;
     stage->n = a->n_tiles * a->n_panels;
-    stage->grain = 1 + a->worth / (a->p->w->ne[0] * ROCQ__MM_PAIR * columns);
-    stage->together = ROCQ__WORTH_TOGETHER / (a->p->w->ne[0] * ROCQ__MM_PAIR * columns);
+    const int64_t work = a->p->w->ne[0] * ROCQ__MM_PAIR * columns;
+    stage->grain = 1 + a->worth / work;
+    stage->together = columns == 1 ? rocq__mm_together(&a->mm[0][0], work) : 0;
     return ROCQ_OK;
 }
 

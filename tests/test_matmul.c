@@ -404,6 +404,29 @@ static void tiles(void **state) {
     }
 }
 
+// Threads take larger parts of a lone column's product where its matrix is read in streams, and of
+// no other product.
+static void only_streams_are_taken_together(void **state) {
+    static _Alignas(16) char memory[ROCQ__PLAN_BYTES], scratch[64];
+    const bool wide = rocq__cpu_has(ROCQ_CPU_AVX512);
+    (void)state;
+    for (int i = 0; i < 8; i++) {
+        const bool one = i & 1, quantized = i & 2, tier = i & 4;
+        const shape s = {.w = quantized ? ROCQ_Q4_K : ROCQ_F16, .x = ROCQ_F32, .m = 64,
+                         .n = one ? 1 : 2, .k = 256};
+        rocq__stage stages[ROCQ__PLAN_STAGES];
+        rocq__plan plan = {contexts[1][1], scratch, ROCQ__WORTH_OP, stages, 0, memory, 0};
+        problem a = make(s);
+        set_params(&a);
+        use_tier(tier ? ROCQ_CPU_AVX512 : ROCQ_CPU_AVX_VNNI);
+        rocq__plan_matmul_cpu(&plan, ROCQ_OP_MATMUL, &a.p);
+        assert_int_equal(plan.n_stages, 2);
+        assert_int_equal(stages[1].together > 0, one && quantized && tier && wide);
+        use_tier(ROCQ_CPU_AVX512);
+        destroy(&a);
+    }
+}
+
 // Activations as real models have them: a few channels far above the rest, in every token.
 static void outliers(void **state) {
     (void)state;
@@ -987,7 +1010,7 @@ int main(void) {
 #define ROCQ_X(NAME, name, id, elems, bytes) cmocka_unit_test(format_##name),
         ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
-        cmocka_unit_test(tiles),
+        cmocka_unit_test(tiles), cmocka_unit_test(only_streams_are_taken_together),
         cmocka_unit_test(outliers),
         cmocka_unit_test(extreme_codes),
         cmocka_unit_test(block_exponents),
