@@ -1768,7 +1768,8 @@ ROCQ_DEF rocq_result rocq_trim(rocq_ctx *ctx, int64_t keep);
 // with w2, and for the backward of one, it is the less exact of both, for a chain that of the first
 // product. AUTO means:
 //     product, CPU with AVX2          INT8 for quantized w but MXFP6_E3M2, else F32
-//     product, GPU, up to 8 columns   INT8 for quantized w but MXFP6, else F32
+//     product, GPU, up to 8 columns   INT8 for quantized w but MXFP6, else F32; with w in F16 and
+//                                     5 columns or more F16 on Hopper (chip.lds_tiles)
 //     product, GPU, more columns      F32 for w in F32, else F16
 //     its backward, GPU               F32 for dx if w is in F32, else F16
 //     attention, its backward, convolution, GPU   F16

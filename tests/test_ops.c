@@ -1150,10 +1150,11 @@ static void sample_breaks_ties_by_token(void **state) {
 }
 
 // Logits that rise and fall along the vocabulary, or fall and rise, so near each other that top-p
-// has all in one bin: the cut is found in a few passes over them, whatever their order.
+// has all in one bin: the cut is found in a few passes over them, whatever their order. With n^2
+// steps the program would not end within its time limit.
 static void sample_of_a_hill(void **state) {
     (void)state;
-    const int64_t n = 200000;
+    const int64_t n = 400000;
     draw d = draw_make(n, 1);
     double *prob = doubles(n);
     draw_link(&d);
@@ -1166,9 +1167,7 @@ static void sample_of_a_hill(void **state) {
         d.p.top_p = kind & 2 ? 0 : 0.9f;
         d.p.top_k = kind & 2 ? (int32_t)n / 2 : 0;
         distribution(&d, prob);
-        const int64_t start = rocq_time_ns();
         assert_int_equal(rocq_sample(contexts[1][0], &d.p), ROCQ_OK);
-        assert_true(rocq_time_ns() - start < 4000000000); // n^2 steps take a minute
         box_read(&d.prob);
         const double want = prob[drawn(&d)];
         assert_true(want > 0 && fabs(d.prob.value[0] - want) <= 2e-5 * want);
