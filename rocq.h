@@ -1363,7 +1363,8 @@ typedef struct rocq_route_params {
 // that is 0 to S - 1, else from w and w2. So kept, a table on the device, may be uploaded anew
 // between launches of a recorded graph; y has the same bits with any table, as long as the copies
 // are equal. On a GPU, long prompts first copy the experts that they miss to scratch memory, each
-// once: there is room for E - S of them there, and any more are read from w and w2.
+// once: there is room for E - S of them there, with a memory_budget for those that half of what is
+// left of it holds. The others are read from w and w2.
 typedef struct rocq_experts_params {
     const rocq_tensor *y;        // F32, F16 or Q8_0 [M, n_slots, n], with weights [M, n]
     const rocq_tensor *w;        // any format [K, M, E]
@@ -19381,8 +19382,8 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
         kernel = ROCQ_K_matmul_f16_f32_128 + 2 * rocq__k_format(w->format) +
                  (tile_n != ROCQ_K_MATMUL_F16_N);
         threads = 128;
-    } else { // there is only one tile; the splits are chosen by the same rule. In F32 a step of 64
-             // takes so long that it may be a part: a router has few rows and its tiles are few
+    } else { // there is only one tile; the splits are chosen by the same rule. In F32 64 of K, two
+             // steps, take so long that they may be a part: a router has few rows, so few tiles
         const bool int8 = g->path == ROCQ_PRECISION_INT8;
         const int32_t only = int8 ? ROCQ_K_MATMUL_INT8_N : ROCQ_K_MATMUL_F32_N;
         config = rocq__tiles_best(chip, &site, &only, 1, int8 ? ROCQ__TILE_SPLIT : 64);
@@ -20549,6 +20550,26 @@ static int64_t rocq__experts_columns(const rocq_ctx *ctx, const rocq__expert_pro
     return g->n_pairs >= 32 * n_experts && blocks >= 8 * rocq__chip_of(ctx)->n_units ? 64 : 32;
 }
 
+// Slices of scratch memory for experts without a copy. Of what the budget has left, half is for
+// others: the memory that this op takes later, and buffers. Scratch memory is not counted as used,
+// so that a run finds the number that was planned. There are none for few pairs, whose experts have
+// a tile each, nor for weights that the op has just repacked, as these lie in scratch memory
+// themselves, nor for more experts than a grid has blocks in z.
+static int64_t rocq__experts_n_fetched(const rocq__job *job, const rocq__expert_product *g) {
+    const rocq_ctx *ctx = job->ctx;
+    const int64_t n_experts = g->w.ne[2], budget = ctx->desc.memory_budget;
+    const int64_t n = g->copies.n > 0 ? n_experts - g->copies.n : 0;
+    if (n <= 0 || n_experts > 65535 || rocq__experts_few(g->p) ||
+        g->w.buffer.device.address != g->p->w->buffer.device.address) {
+        return 0;
+    }
+    if (budget <= 0) return n;
+    const int64_t slice = rocq_tensor_size(&g->w) / n_experts * (g->w2.n_dims > 0 ? 2 : 1);
+    const int64_t scratch = ctx->gpu->scratch ? ctx->gpu->scratch->size : 0;
+    const int64_t left = budget - (ctx->budget_used - scratch) - job->used - 512; // to align both
+    return ROCQ__MIN(n, ROCQ__MAX(left / 2 / slice, 0));
+}
+
 // Launches experts_sort, then the product over the tiles that it makes. Only the GPU knows their
 // number, so the grid has the most that there can be, and blocks of empty tiles return at once.
 static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
@@ -20564,9 +20585,9 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     sort.columns = (int32_t)columns;
     sort.pairs = (int32_t *)rocq__device_data(&ints);
     sort.tiles = (int32_t *)((uintptr_t)sort.pairs + (uintptr_t)g->n_pairs * 4);
-    if (g->copies.n > 0 && g->copies.n < n_experts) {
+    sort.n_fetched = (int32_t)rocq__experts_n_fetched(job, g);
+    if (sort.n_fetched > 0) {
         sort.fetched = (int32_t *)((uintptr_t)sort.tiles + (uintptr_t)n_tiles * 16);
-        sort.n_fetched = (int32_t)n_experts - g->copies.n;
     }
     job->cost = none;
     rocq__job_launch(job, ROCQ_K_experts_sort, n_experts, 1, 256, &sort);
@@ -23477,6 +23498,7 @@ static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     ROCQ__TRY(rocq__graph_forget(ctx, graph));
     graph->checked = false;
+    graph->scratch = 0; // the budget may have less room than when the ops were recorded
     for (const rocq__node *node = graph->first; node; node = node->next) {
         int64_t scratch; // an op may have been tuned since it was recorded
         bool on_cpu;

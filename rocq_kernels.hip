@@ -4246,10 +4246,12 @@ DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n1
 
 //
 // matmul_experts: the same tile, of 32 or 64 columns, for the product by expert. As a weight is
-// decoded once for all columns of a tile, 64 are for prompts that fill them. experts_sort tells
-// which expert's matrix it multiplies, and which pairs of a token and a slot its columns are; a
-// block whose tile is empty leaves. With w2 rows 0 to 63 of the tile are of w and 64 to 127 of w2, so
-// that both products of a row meet in the epilogue, which takes z and z2 from the LDS of two waves.
+// decoded once for all columns of a tile, 64 are for prompts that fill them: a wave then has 32 by
+// 64, LDS is 27 KB, and of a tile with up to 32 columns only those are multiplied. experts_sort
+// tells which expert's matrix it multiplies, and which pairs of a token and a slot its columns are;
+// a block whose tile is empty leaves. With w2 rows 0 to 63 of the tile are of w and 64 to 127 of
+// w2, so that both products of a row meet in the epilogue, which takes z and z2 from the LDS of two
+// waves.
 template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     enum {
         BM = ROCQ_K_MATMUL_M, BK = MATMUL_F16_BK, ROW = MATMUL_F16_ROW, CHUNKS = MATMUL_F16_CHUNKS,
@@ -4442,7 +4444,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
     }
 }
 
-#define ROCQ_X(X, f)                                                    \
+#define ROCQ_X(X, f)                                                        \
     KERNEL(matmul_f16_##f##_128, rocq_k_matmul_args, 128) {                 \
         matmul_f16<ROCQ_K_ID_##f, ROCQ_K_MATMUL_F16_N, false>(a);           \
     }                                                                       \

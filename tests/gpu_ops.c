@@ -3327,6 +3327,7 @@ typedef struct mixture { // a case; 0 = default
     float limit;
     box_layout layout;
     int32_t bad; // this id once, 0 = none
+    int64_t left; // of the budget, once the weights are on the device, 0 = no budget
 } mixture;
 
 // Moves w and copies to the GPU, and there every second expert from w to copies.
@@ -3400,7 +3401,12 @@ static void check_mixture(const mixture *s) {
         assert_int_equal(rocq_sync(gpu), ROCQ_E_BOUNDS);
         free_twins();
     } else {
+        if (s->left > 0) {
+            assert_int_equal(rocq_trim(gpu, 0), ROCQ_OK);
+            gpu->desc.memory_budget = gpu->budget_used + s->left;
+        }
         compare_as(ROCQ_OP_EXPERTS, &host, &p, out, 1, s->y == ROCQ_Q8_0 ? 1e-4 : 0, what);
+        gpu->desc.memory_budget = 0;
     }
     for (int b = 0; b < 12; b++) {
         box_free((box *[]){&w, &w2, &x, &ids, &bias, &bias2, &weights, &y, &residual, &w_kept,
@@ -3537,6 +3543,28 @@ static void test_experts_cases(void **state) {
     random_state = state_before;
 }
 
+// Of eight experts without a copy so many are fetched as the budget has room for: all, some, none.
+// Few pairs and weights that are repacked have none fetched.
+static void test_experts_room(void **state) {
+    (void)state;
+    const uint64_t state_before = random_state;
+    random_state = 52;
+    const int64_t *const launches = gpu->gpu->launches;
+    for (int i = 0; i < 10; i++) {
+        const bool few = i == 8, raw = i == 9;
+        const mixture s = {.w = ROCQ_Q8_0, .m = 130, .k = 512, .n_experts = 16, .n_slots = 2,
+                           .n = few ? 3 : 20, .one_x = true, .w2 = i % 2, .copies = true,
+                           .raw = raw, .left = i / 2 % 4 == 1 ? 4000000 : i / 2 % 4 == 2 ? 400000
+                                               : i / 2 % 4 == 3 ? 100000 : 0,
+                           .precision = ROCQ_PRECISION_F16};
+        const int64_t before = launches[ROCQ_K_experts_fetch];
+        check_mixture(&s);
+        const bool fetches = i < 6;
+        assert_int_equal(launches[ROCQ_K_experts_fetch] - before, fetches ? 1 : 0);
+    }
+    random_state = state_before;
+}
+
 int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_matmul_matvec),   cmocka_unit_test(test_matmul_tiles_f16),
@@ -3577,7 +3605,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_delta_net), cmocka_unit_test(test_delta_net_in_pieces),
         cmocka_unit_test(test_experts_formats),
         cmocka_unit_test(test_experts_planar),
-        cmocka_unit_test(test_experts_cases),
+        cmocka_unit_test(test_experts_cases),   cmocka_unit_test(test_experts_room),
         cmocka_unit_test(test_overlap),         cmocka_unit_test(test_graph),
         cmocka_unit_test(test_graph_joins_norm), cmocka_unit_test(test_graph_joins_low),
         cmocka_unit_test(test_graph_joins_append),
