@@ -23315,6 +23315,7 @@ static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__nod
         rocq__writes(products, norm->weight)) {
         return NULL;
     }
+    const rocq_matmul_params *p = (const rocq_matmul_params *)products->params;
     const rocq_tensor *made[2] = {norm->y, coded ? coded->y : norm->y};
     for (int i = 0; i < 2; i++) {
         const rocq__range range = rocq__range_of(made[i]);
@@ -23323,14 +23324,16 @@ static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__nod
             return NULL;
         }
         for (int32_t t = 0; t < products->n_tensors; t++) {
-            if (rocq__ranges_cross(range, rocq__range_of(&products->tensors[t])) &&
-                !rocq__same_tensor(&products->tensors[t], norm->y)) {
+            bool is_x = false;
+            for (const rocq_matmul_params *q = p; q; q = q->next) {
+                is_x = is_x || q->x == &products->tensors[t];
+            }
+            if (!is_x && rocq__ranges_cross(range, rocq__range_of(&products->tensors[t]))) {
                 return NULL;
             }
         }
     }
     const rocq_route_params *route = (const rocq_route_params *)choice->params;
-    const rocq_matmul_params *p = (const rocq_matmul_params *)products->params;
     bool routed = false;
     int32_t n = 0;
     for (const rocq_matmul_params *q = p; q; q = q->next, n++) {

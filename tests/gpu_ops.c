@@ -2605,6 +2605,38 @@ static void test_graph_joins_router(void **state) {
     random_state = saved;
 }
 
+// Blocks do not wait for block 0 to store the norm's result, so a product that reads it as its
+// residual, gate or bias too is not joined.
+static void test_graph_router_reads_norm(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    random_state = 53;
+    for (int i = 0; i < 4; i++) {
+        const int64_t k = 256;
+        box x = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1),
+            w = box_random(BOX_PLAIN, ROCQ_F32, 0.1f, k, k, 1, 1),
+            y = box_make(BOX_PLAIN, ROCQ_F32, k, 1, 1, 1),
+            logits = box_make(BOX_PLAIN, ROCQ_F32, k, 1, 1, 1),
+            ids = box_make(BOX_PLAIN, ROCQ_I32, 4, 1, 1, 1),
+            shares = box_make(BOX_PLAIN, ROCQ_F32, 4, 1, 1, 1);
+        const rocq_norm_params norm = {.y = &y.t, .x = &x.t};
+        const rocq_matmul_params score = {.y = &logits.t, .w = &w.t, .x = &y.t,
+                                          .residual = i == 1 ? &y.t : NULL,
+                                          .gate = i == 2 ? &y.t : NULL,
+                                          .bias = i == 3 ? &y.t : NULL};
+        const rocq_route_params route = {.ids = &ids.t, .weights = &shares.t, .logits = &logits.t};
+        joined j = {{ROCQ_OP_MATMUL}, {{{0}}}, 0};
+        joined_add(&j, ROCQ_OP_RMSNORM, &norm);
+        joined_add(&j, ROCQ_OP_MATMUL, &score);
+        joined_add(&j, ROCQ_OP_ROUTE, &route);
+        box *const out[4] = {&y, &logits, &ids, &shares};
+        joined_check(&j, out, 4, i == 0 ? 1 : 3, say("router reads the norm, case %d", i));
+        box *const all[] = {&x, &w, &y, &logits, &ids, &shares};
+        for (int b = 0; b < 6; b++) box_free(all[b]);
+    }
+    random_state = saved;
+}
+
 // rope_append in the launch of the attention that follows: short and long caches, in pages too, and
 // queries that something reads later, which must then be rotated in memory. Case 0 is not joined:
 // a step by a head a block does not read rows that are not aligned.
@@ -3606,6 +3638,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_experts_formats),
         cmocka_unit_test(test_experts_planar),
         cmocka_unit_test(test_experts_cases),   cmocka_unit_test(test_experts_room),
+        cmocka_unit_test(test_graph_router_reads_norm),
         cmocka_unit_test(test_overlap),         cmocka_unit_test(test_graph),
         cmocka_unit_test(test_graph_joins_norm), cmocka_unit_test(test_graph_joins_low),
         cmocka_unit_test(test_graph_joins_append),
