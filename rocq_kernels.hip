@@ -6554,7 +6554,9 @@ template <int D> DEV bool attend_step(const rocq_k_attention_args &a, u32x4 *lds
         return r;
     };
     if (n_runs > 1) {
-        float *const results = a.work + (int64_t)tile_index * a.n_splits * S::RESULT;
+        // Where the general way has the results of this tile: other sequences may go that way.
+        enum { TILE_RESULTS = attend_decode_shape<D>::COLUMNS * S::RESULT };
+        float *const results = a.work + (int64_t)tile_index * a.n_splits * TILE_RESULTS;
         static_assert(3 * S::QUADS <= S::THREADS, "no thread has two quads");
         if (thread < S::QUADS) {
             float *const own_result = results + split * S::RESULT;

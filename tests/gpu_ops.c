@@ -575,6 +575,7 @@ typedef struct attend {
     bool causal, mask, mask_heads, sinks, kv_len, in_place, hadamard;
     bool step; // of the kind that attention_decode does by a head a block, if it is short
     int32_t window, page_size;
+    int64_t shorter; // with kv_len: of every second sequence, if not 0
     float softcap;
     box_layout layout;
 } attend;
@@ -601,7 +602,9 @@ static void check_attention(const attend *s) {
         if (random_below(3) == 0) mask.value[i] = -INFINITY;
     }
     box_write(&mask);
-    for (int64_t i = 0; i < s->n_seqs; i++) kv_len.value[i] = (double)(n_kv - i % n_kv);
+    for (int64_t i = 0; i < s->n_seqs; i++) {
+        kv_len.value[i] = (double)(s->shorter && i % 2 ? s->shorter : n_kv - i % n_kv);
+    }
     box_write(&kv_len);
     for (int64_t i = 0; i < pages.count; i++) pages.value[i] = (double)((i * 7 + 3) % pages.count);
     if (pages.count % 7 == 0) {
@@ -738,6 +741,56 @@ static void test_attention_step(void **state) {
                           .step = true};
         check_attention(&s);
     }
+    random_state = saved;
+}
+
+// A launch's blocks in another order, each in a launch of its own: all those of one residue first.
+enum { SHUFFLE = 8 };
+static const rocq_hip *in_order;
+static int launch_shuffled(const void *stub, unsigned grid_x, unsigned grid_z, unsigned threads,
+                           unsigned lds, void *args, void *stream) {
+    rocq_k_common *const common = (rocq_k_common *)args;
+    const uint32_t block0 = common->block0;
+    int error = 0;
+    for (unsigned of = 0; of < SHUFFLE; of++) {
+        for (unsigned i = of; i < grid_x && !error; i += SHUFFLE) {
+            common->block0 = block0 + i;
+            error = in_order->launch(stub, 1, grid_z, threads, lds, args, stream);
+        }
+    }
+    common->block0 = block0;
+    return error;
+}
+
+// Sequences of one launch of which some go by a head a block and the others, which are too long for
+// that, by the general way: both have runs that are merged, and blocks of all of them run at once,
+// or, on the stand-in, in turn. What one way leaves in scratch memory and counters must not be the
+// other's.
+static void test_attention_step_mixed(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    static rocq_hip shuffled; // the context keeps its address if a check fails
+    if (gpu->gpu->image) skip();
+    in_order = gpu->gpu->hip;
+    shuffled = *in_order;
+    shuffled.launch = launch_shuffled;
+    // With two units for each head, a head alone goes by a head a block up to 1024 positions, in
+    // runs, and a group up to 512.
+    static const struct { int64_t group, n_kv_heads, d, shorter; } sizes[] = {
+        {1, 4, 128, 550}, {1, 8, 64, 700}, {3, 2, 64, 200}};
+    for (int i = 0; i < 4; i++) {
+        const int64_t n_kv_heads = sizes[i % 3].n_kv_heads;
+        const attend s = {.d = sizes[i % 3].d, .n_heads = sizes[i % 3].group * n_kv_heads,
+                          .n_kv_heads = n_kv_heads, .n_q = 1, .n_kv = 1200, .n_seqs = 3,
+                          .k = ROCQ_F16, .v = ROCQ_F16, .causal = true, .kv_len = true,
+                          .shorter = sizes[i % 3].shorter, .step = true};
+        gpu->gpu->chip.n_units = (int32_t)(2 * n_kv_heads * s.n_seqs);
+        gpu->gpu->hip = i < 3 ? &shuffled : in_order;
+        check_attention(&s);
+    }
+    gpu->gpu->hip = in_order;
+    gpu->gpu->chip.n_units = n_units;
     random_state = saved;
 }
 
@@ -3607,7 +3660,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_attention_heads),
         cmocka_unit_test(test_attention_formats), cmocka_unit_test(test_attention_options),
         cmocka_unit_test(test_attention_long),  cmocka_unit_test(test_attention_scratch),
-        cmocka_unit_test(test_attention_step),  cmocka_unit_test(test_graph_joins_append_step),
+        cmocka_unit_test(test_attention_step),  cmocka_unit_test(test_attention_step_mixed),
+        cmocka_unit_test(test_graph_joins_append_step),
         cmocka_unit_test(test_attention_backward),
         cmocka_unit_test(test_attention_backward_unsupported),
         cmocka_unit_test(test_norms),
