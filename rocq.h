@@ -1144,8 +1144,9 @@ typedef enum rocq_op {
 // its A and x. lora_b2 and lora_t2 add one to w2 x in the same way. R is at most 512; adapters of
 // several sequences lie behind each other in R, and a gate of zeros where a column does not use
 // one, in the product that makes lora_t, chooses. On a GPU products of up to 8 columns add it in
-// their launch, if lora_b is F16, R a multiple of 8 and rows of both are aligned to 16 bytes. Else
-// its product is launches of its own, and softcap beside it is E_UNSUPPORTED.
+// their launch, if they are not in F16, lora_b is F16, R a multiple of 8 and rows of both are
+// aligned to 16 bytes. Else its product is launches of its own, and softcap beside it is
+// E_UNSUPPORTED.
 // w and x may have a third and fourth dimension (batch); w's must divide x's, and each matrix of w
 // then serves several consecutive ones of x. y may be residual or gate.
 typedef struct rocq_matmul_params {
@@ -1769,8 +1770,8 @@ ROCQ_DEF rocq_result rocq_trim(rocq_ctx *ctx, int64_t keep);
 // with w2, and for the backward of one, it is the less exact of both, for a chain that of the first
 // product. AUTO means:
 //     product, CPU with AVX2          INT8 for quantized w but MXFP6_E3M2, else F32
-//     product, GPU, up to 8 columns   INT8 for quantized w but MXFP6, else F32; with w in F16 and
-//                                     5 columns or more F16 on Hopper (chip.lds_tiles)
+//     product, GPU, up to 8 columns   INT8 for quantized w but MXFP6, else F32; on NVIDIA's Hopper
+//                                     F16 for w in F16 from five columns on
 //     product, GPU, more columns      F32 for w in F32, else F16
 //     its backward, GPU               F32 for dx if w is in F32, else F16
 //     attention, its backward, convolution, GPU   F16
@@ -18866,9 +18867,9 @@ static void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_t
 }
 
 // -- matmul --
-// A chain of products of one x. With up to ROCQ_K_FEW columns each is a matvec, and neighbours in
-// the chain share a launch; with more, each is a grid of tiles. First, operands that do not have
-// the form that the kernels read are converted to it:
+// A chain of products of one x. With up to ROCQ_K_FEW columns each is a matvec, if it is not in
+// F16, and neighbours in the chain share a launch; else each is a grid of tiles. First, operands
+// that do not have the form that the kernels read are converted to it:
 //   x    INT8: planar Q8_0; else F16 or F32, 16-byte aligned rows at one distance throughout
 //   w    planar blocks; F32 F16 BF16 contiguous, 16-byte aligned
 
@@ -20888,8 +20889,6 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
     job->used = mark;
 }
 
-static bool rocq__backward_joins(const rocq_matmul_backward_params *p);
-
 static void rocq__job_matmul_backward(rocq__job *job, const void *params) {
     const rocq_matmul_backward_params *p = (const rocq_matmul_backward_params *)params;
     const int64_t k = p->dx ? p->dx->ne[0] : p->dw->ne[0], m = p->dy->ne[0], n = p->dy->ne[1];
@@ -20911,9 +20910,9 @@ static void rocq__job_matmul_backward(rocq__job *job, const void *params) {
         to[i] = rocq__operand_format(
             rocq__backward_choice(job->ctx, ROCQ_BACKEND_GPU, p, i != 0).precision);
     }
+    // One launch can compute both, since no output lies on an operand of the other.
     const bool both = p->dx && p->dw && to[0] == to[1] &&
-                      (to[0] == ROCQ_F32 || rocq__is_plain(p->w->format)) &&
-                      rocq__backward_joins(p);
+                      (to[0] == ROCQ_F32 || rocq__is_plain(p->w->format));
     rocq_tensor dy[ROCQ_F16 + 1];
     bool have[ROCQ_F16 + 1] = {false, false};
     for (int i = 0; i < 2; i++) {
@@ -22348,21 +22347,6 @@ static int64_t rocq__range_size(rocq__range range) { return (int64_t)(range.end 
 
 static bool rocq__ranges_cross(rocq__range a, rocq__range b) {
     return a.begin < b.end && b.begin < a.end;
-}
-
-// Whether one launch can compute dx and dw: neither is written over what the other one is computed
-// from.
-static bool rocq__backward_joins(const rocq_matmul_backward_params *p) {
-    const rocq_tensor *const read_by_dx[3] = {p->w, p->z, p->residual};
-    const rocq__range dx = rocq__range_of(p->dx), dw = rocq__range_of(p->dw);
-    for (int i = 0; i < 3; i++) {
-        if (!read_by_dx[i]) continue;
-        const rocq__range read = rocq__range_of(read_by_dx[i]);
-        if (rocq__ranges_cross(read, dw)) return false;
-        if (p->db && rocq__ranges_cross(read, rocq__range_of(p->db))) return false;
-    }
-    return !rocq__ranges_cross(rocq__range_of(p->x), dx) && !rocq__ranges_cross(dw, dx) &&
-           !(p->db && rocq__ranges_cross(rocq__range_of(p->db), dx));
 }
 
 // A dimension of one of two tensors: an element lies 0 to most times step bytes from the first.

@@ -9162,7 +9162,9 @@ DEV void conv_lds_64_run(const rocq_k_conv_args &a) {
                                      (p.ox0 >> a.upsample) * a.x.stride[0];
 #pragma unroll
             for (int i = 0; i < PIECES; i++) {
-                if (16 * i + 15 >= ROCQ_K_CONV_PATCH && own / 8 >= ROCQ_K_CONV_PATCH - 16 * i) break;
+                if (16 * i + 15 >= ROCQ_K_CONV_PATCH && own / 8 >= ROCQ_K_CONV_PATCH - 16 * i) {
+                    break;
+                }
                 copy_async_part(to + 16 * i, (const u32x4 *)(from + offsets[i]), live ? 16 : 0);
             }
         } else if (number < n_tiles && there) {
