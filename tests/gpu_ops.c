@@ -784,7 +784,8 @@ static void test_attention_step_mixed(void **state) {
         const attend s = {.d = sizes[i % 3].d, .n_heads = sizes[i % 3].group * n_kv_heads,
                           .n_kv_heads = n_kv_heads, .n_q = 1, .n_kv = 1200, .n_seqs = 3,
                           .k = ROCQ_F16, .v = ROCQ_F16, .causal = true, .kv_len = true,
-                          .shorter = sizes[i % 3].shorter, .step = true};
+                          .shorter = sizes[i % 3].shorter, .page_size = i == 1 ? 16 : 0,
+                          .step = true};
         gpu->gpu->chip.n_units = (int32_t)(2 * n_kv_heads * s.n_seqs);
         gpu->gpu->hip = i < 3 ? &shuffled : in_order;
         check_attention(&s);
@@ -2750,14 +2751,16 @@ static void test_graph_joins_append(void **state) {
     random_state = saved;
 }
 
-// The same in a step that may go by a head a block: groups of 1 to 8 heads, runs that are merged,
-// pages, both sizes of heads.
+// The same in a step that may go by a head a block: groups of 1 to 8 heads, heads alone with runs
+// that are merged, pages, both sizes of heads.
 static void test_graph_joins_append_step(void **state) {
     (void)state;
     const uint64_t saved = random_state;
-    for (int i = 0; i < 16; i++) {
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    gpu->gpu->chip.n_units = 16; // so that heads alone have four runs or more
+    for (int i = 0; i < 18; i++) {
         const int64_t d = i / 2 % 2 ? 128 : 64, n_kv_heads = 1 + i % 2,
-                      n_heads = n_kv_heads * (1 + i % 8);
+                      n_heads = n_kv_heads * (i == 11 || i == 17 ? 1 : 1 + i % 8);
         const int64_t page = i % 4 == 1 ? 16 : 0, rows = i % 3 == 2 ? 640 : i % 5 == 1 ? 1536 : 96;
         const int64_t n_pages = page ? rows / page : 1;
         box q = box_random(BOX_PLAIN, ROCQ_F32, 1, d, n_heads, 1, 1),
@@ -2771,7 +2774,7 @@ static void test_graph_joins_append_step(void **state) {
             cell = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1),
             kv_len = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1),
             pages = box_make(BOX_PLAIN, ROCQ_I32, n_pages, 1, 1, 1);
-        const int64_t at = i % 4 == 0 ? i : rows - 1 - i; // the new position
+        const int64_t at = i % 8 == 4 ? i : rows - 1 - i; // the new position
         for (int64_t b = 0; b < n_pages; b++) pages.value[b] = (double)(n_pages - 1 - b);
         pos.value[0] = (double)(at + 17);
         kv_len.value[0] = (double)(at + 1);
@@ -2799,6 +2802,7 @@ static void test_graph_joins_append_step(void **state) {
                             &pages};
         for (int b = 0; b < 11; b++) box_free(all[b]);
     }
+    gpu->gpu->chip.n_units = n_units;
     random_state = saved;
 }
 
