@@ -3612,11 +3612,11 @@ static void test_experts_cases(void **state) {
     const mixture one = {.w = ROCQ_Q4_K, .m = 70, .k = 256, .n_experts = 2, .n_slots = 3, .n = 60,
                          .one_x = true, .w2 = true, .activation = ROCQ_ACT_SILU};
     check_mixture(&one);
-    // Formats that are only read: few pairs in INT8 and F32, and tiles. Their scales are of random
+    // Formats that are only read: few pairs in INT8 and F32, and both tiles. Scales are of random
     // bits, so that one output can outweigh its row: rows of less than 32 are judged together.
     for (size_t i = 0; i < sizeof read_formats / sizeof read_formats[0]; i++) {
         const mixture read = {.w = read_formats[i], .m = 31, .k = 256, .n_experts = 3, .n_slots = 2,
-                              .n = i % 3 ? 1 : 30, .w2 = i % 2, .copies = i % 2 == 0,
+                              .n = i % 3 ? 1 : i % 2 ? 90 : 30, .w2 = i % 2, .copies = i % 2 == 0,
                               .activation = ROCQ_ACT_SILU,
                               .precision = i % 3 == 0 ? ROCQ_PRECISION_F16
                                            : i % 3 == 1 ? ROCQ_PRECISION_INT8 : ROCQ_PRECISION_F32};
