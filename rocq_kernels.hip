@@ -125,11 +125,26 @@ template <typename T> using as_given = typename as_given_type<T>::type;
 #include <cuda_runtime.h>
 
 #define DEV __attribute__((unused)) static __device__ __forceinline__
-#define KERNEL(name, args, threads) \
-    extern "C" __global__ void __launch_bounds__(threads) rocq_k_##name(const args a)
-#define KERNEL_WAVES(name, args, threads, waves)                                                   \
-    extern "C" __global__ void __launch_bounds__(threads, (waves)*128 / (threads))                 \
-        rocq_k_##name(const args a)
+// On Hopper a launch may begin while the last blocks of the one before it on the stream still run
+// (programmatic dependent launch, see entry_launch): its blocks take the places that are free, and
+// wait here until that launch has ended and what it stored can be seen. So most of the time between
+// two launches is hidden, and no kernel needs to know.
+DEV void launch_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#define KERNEL_BOUNDS(name, args, ...)                                                          \
+    DEV void rocq_body_##name(const args &a);                                                   \
+    extern "C" __global__ void __launch_bounds__(__VA_ARGS__)                                   \
+        rocq_k_##name(const __grid_constant__ args a) {                                         \
+        launch_begin();                                                                         \
+        rocq_body_##name(a);                                                                    \
+    }                                                                                           \
+    DEV void rocq_body_##name(const args &a)
+#define KERNEL(name, args, threads) KERNEL_BOUNDS(name, args, threads)
+#define KERNEL_WAVES(name, args, threads, waves) \
+    KERNEL_BOUNDS(name, args, threads, (waves)*128 / (threads))
 #define CONSTANT static __device__ constexpr
 #define LDS(type, name, n) __shared__ __attribute__((aligned(16))) type name[n]
 #define LDS_GRANTED(type, name, n) extern __shared__ __attribute__((aligned(1024))) type name[]
@@ -11606,6 +11621,18 @@ static int entry_graph_upload(void *, void *) { return 0; }
 static const char *entry_error_name(int error) {
     return RUNTIME(GetErrorName)((RUNTIME(Error_t))error);
 }
+#if defined(__CUDACC__)
+// Whether the kernels are code for Hopper or later, which waits in launch_begin. Only then may a
+// launch begin before the one ahead of it has ended.
+static bool entry_waits() {
+    static const bool waits = [] {
+        cudaFuncAttributes code = {};
+        return cudaFuncGetAttributes(&code, (const void *)&rocq_k_selftest) == cudaSuccess &&
+               code.binaryVersion >= 90;
+    }();
+    return waits;
+}
+#endif
 static int entry_launch(const void *stub, unsigned grid_x, unsigned grid_z, unsigned threads,
                         unsigned lds, void *args, void *stream) {
     void *list[1] = {args};
@@ -11614,8 +11641,22 @@ static int entry_launch(const void *stub, unsigned grid_x, unsigned grid_z, unsi
         cudaFuncSetAttribute(stub, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)lds);
     }
 #endif
+#if defined(__CUDACC__)
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(grid_x, 1, grid_z);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = lds;
+    config.stream = (cudaStream_t)stream;
+    config.attrs = &overlap;
+    config.numAttrs = entry_waits() ? 1 : 0;
+    return (int)cudaLaunchKernelExC(&config, stub, list);
+#else
     return (int)RUNTIME(LaunchKernel)(stub, dim3(grid_x, 1, grid_z), dim3(threads), list, lds,
                                       (RUNTIME(Stream_t))stream);
+#endif
 }
 static const void *const entry_stubs[] = {
 #define ROCQ_X(name, args, threads) (const void *)&rocq_k_##name,
