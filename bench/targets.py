@@ -85,7 +85,7 @@ PICTURE_SHARE = (0.35, 0.88)
 STEPS = ((1, 31), (1, 512), (8, 512))
 TRAINED, WIDTH, LAYERS = 81.9e6, 768, 6
 STEP_BYTES = (34 + 8, 34 + 14)
-STEP_LAUNCHES = 162  # the most of three shapes that were measured, the H200 at 61a9a89: 149 to 162
+STEP_LAUNCHES = 130  # the most of three shapes that were measured, the H200 at ddd9c3f: 118 to 130
 SEED_MS = (272, 115)  # of 1 x 31: the seed's, on a V100 through WebGPU, and its target
 
 MODEL = "inference/7B-Q4_K"
