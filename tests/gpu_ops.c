@@ -3108,7 +3108,10 @@ static void test_lds_decoded(void **state) {
     rocq_get_info(gpu, &info);
     if (!first && !strstr(info.device, "simt")) return;
     gpu->gpu->chip.lds_tiles = !first;
-    if (first) test_matmul_tiles_f16(state);
+    if (first) {
+        test_matmul_tiles_f16(state);
+        test_read_formats(state);
+    }
     gpu->gpu->chip.lds_tiles = true;
     random_state = 17;
     for (int f = 0; f < N_FORMATS + n_read; f++) {
