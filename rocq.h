@@ -3046,9 +3046,9 @@ enum { ROCQ_K_ROUTE_EXPERTS = 1024, ROCQ_K_ROUTE_SLOTS = 64 }; // the most
 typedef struct rocq_k_router_args {
     rocq_k_matvec_args matvec; // row.norm is set, and x is as of matvec_row; w aligned to 16 bytes
     rocq_k_route_args route;
-    float *x;                  // where block 0 stores the normed x
+    float *x;                  // where block n_blocks, which has no rows, stores the normed x
     uint32_t *counter;         // 0, and 0 again in the end
-    int32_t n_blocks;          // of all launches that this one is cut into
+    int32_t n_blocks;          // that have rows, of all launches that this one is cut into
 } rocq_k_router_args;
 
 typedef struct rocq_k_shortconv_args {
@@ -20398,7 +20398,7 @@ static void rocq__job_router(rocq__job *job, const rocq_route_params *p) {
     if (!job->planning && job->result == ROCQ_OK) {
         job->result = rocq__counters_hip(job->ctx, 1, &args.counter);
     }
-    rocq__job_launch(job, ROCQ_K_router, args.n_blocks, 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_router, args.n_blocks + 1, 1, 256, &args);
 }
 
 static void rocq__job_route(rocq__job *job, const void *params) {

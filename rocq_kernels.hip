@@ -881,6 +881,18 @@ DEV float wave_max(float x) {
     x = fmaxf(x, wave_xor<8>(x));
     return fmaxf(x, wave_xor<16>(x));
 }
+// The largest of the lanes' numbers, for all lanes.
+DEV uint32_t wave_most(uint32_t x) {
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 800 // one instruction there
+    return __reduce_max_sync(0xffffffffu, x);
+#else
+    x = max(x, wave_xor<1>(x));
+    x = max(x, wave_xor<2>(x));
+    x = max(x, wave_xor<4>(x));
+    x = max(x, wave_xor<8>(x));
+    return max(x, wave_xor<16>(x));
+#endif
+}
 
 // Sum and maximum over a block. Every thread gets the same bits. work: LDS of BLOCK_WORK floats
 // that the kernel uses for nothing else, so that one barrier is enough: nobody overwrites what
@@ -3639,29 +3651,26 @@ KERNEL(experts_fetch, rocq_k_experts_fetch_args, 256) {
 // As in rocq_route_params. A wave has a token, and a lane every 32nd of its experts. Keys are
 // integers in the order of the numbers compared, with NaN below -inf, and 0 for an expert that has
 // been taken or must not be. LDS: 13 KB. Bytes: the logits once.
-struct route_best {
-    uint32_t key;
-    int e;
-};
+// Loops are not unrolled: the one wave that chooses waits for most of its code from L2.
 DEV uint32_t route_key(float x) {
     const uint32_t u = bits<uint32_t>(x + 0.0f); // -0 and 0 are equal
     return x != x ? 1 : u >> 31 ? ~u : u | 0x80000000u;
 }
-template <int mask> DEV route_best route_better(route_best b) {
-    const uint32_t key = wave_xor<mask>(b.key);
-    const int e = wave_xor<mask>(b.e);
-    return key > b.key || (key == b.key && e < b.e) ? route_best{key, e} : b;
-}
 // The index of the largest of n keys in LDS, the lowest of equals; that key is set to 0.
 DEV int route_take(uint32_t *keys, int n) {
-    route_best b = {0, 0x7fffffff};
+    uint32_t own = 0, own_e = 0x7fffffff;
+#pragma unroll 1
     for (int e = lane_index(); e < n; e += ROCQ_K_WAVE) {
         const uint32_t key = lget(keys + e);
-        if (key > b.key) b = route_best{key, e};
+        if (key > own) {
+            own = key;
+            own_e = (uint32_t)e;
+        }
     }
-    b = route_better<16>(route_better<8>(route_better<4>(route_better<2>(route_better<1>(b)))));
-    if (b.e % ROCQ_K_WAVE == lane_index() && b.e < n) lput(keys + b.e, 0u);
-    return b.e;
+    const uint32_t key = wave_most(own);
+    const int e = (int)~wave_most(own == key ? ~own_e : 0u);
+    if (e % ROCQ_K_WAVE == lane_index() && e < n) lput(keys + e, 0u);
+    return e;
 }
 
 enum {
@@ -3676,25 +3685,39 @@ DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *lds) {
     const int lane = lane_index(), n = a.n_experts;
     const bool by_score = a.bias || a.n_groups > 1;
     float top = -INFINITY, sum = 0.0f;
-    for (int e = lane; e < n; e += 32) top = fmaxf(top, gload(logits + e));
-    top = wave_max(top);
-    for (int e = lane; e < n; e += 32) sum += exp_full(gload(logits + e) - top);
-    sum = wave_sum(sum);
+#pragma unroll 4 // so many loads are in flight
     for (int e = lane; e < n; e += 32) {
         const float x = gload(logits + e);
-        const float s = a.scores == ROCQ_SCORES_SIGMOID   ? 1.0f / (1.0f + exp_full(-x))
-                        : a.scores == ROCQ_SCORES_SOFTMAX ? exp_full(x - top) / sum
-                                                          : x;
-        const float value = by_score ? s + (a.bias ? gload(a.bias + e) : 0.0f) : x;
+        lput(scores + e, x);
+        lput(keys + e, route_key(x));
+        top = fmaxf(top, x);
+    }
+    if (a.scores == ROCQ_SCORES_SOFTMAX) {
+        top = wave_max(top);
+#pragma unroll 1
+        for (int e = lane; e < n; e += 32) {
+            const float x = exp_full(lget(scores + e) - top);
+            lput(scores + e, x);
+            sum += x;
+        }
+        sum = wave_sum(sum);
+    }
+#pragma unroll 1
+    for (int e = lane; e < n; e += 32) {
+        float s = lget(scores + e);
+        if (a.scores == ROCQ_SCORES_SIGMOID) s = 1.0f / (1.0f + exp_full(-s));
+        if (a.scores == ROCQ_SCORES_SOFTMAX) s /= sum;
         lput(scores + e, s);
-        lput(keys + e, route_key(value));
+        if (by_score) lput(keys + e, route_key(s + (a.bias ? gload(a.bias + e) : 0.0f)));
     }
     wave_sync();
     if (a.n_groups > 1) {
         const int size = n / a.n_groups;
+#pragma unroll 1
         for (int g = lane; g < a.n_groups; g += 32) {
             uint32_t first = 0, second = 0;
             float best = 0.0f, next = 0.0f;
+#pragma unroll 1
             for (int e = g * size; e < (g + 1) * size; e++) {
                 const uint32_t key = lget(keys + e);
                 const float v = lget(scores + e) + (a.bias ? gload(a.bias + e) : 0.0f);
@@ -3711,15 +3734,18 @@ DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *lds) {
             lput(groups + g, route_key(size > 1 ? best + next : best));
         }
         wave_sync();
+#pragma unroll 1
         for (int i = 0; i < a.top_groups; i++) {
             route_take(groups, a.n_groups);
             wave_sync();
         }
+#pragma unroll 1
         for (int e = lane; e < n; e += 32) { // those of groups that were not taken
             if (lget(groups + e / size) != 0) lput(keys + e, 0u);
         }
         wave_sync();
     }
+#pragma unroll 1
     for (int slot = 0; slot < a.n_slots; slot++) {
         const int e = route_take(keys, n);
         if (lane == 0) lput(chosen + slot, e);
@@ -3728,10 +3754,12 @@ DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *lds) {
     const bool softmax = a.scores == ROCQ_SCORES_SOFTMAX_CHOSEN;
     top = -INFINITY;
     sum = 0.0f;
+#pragma unroll 1
     for (int slot = lane; slot < a.n_slots; slot += 32) {
         top = fmaxf(top, lget(scores + lget(chosen + slot)));
     }
     top = wave_max(top);
+#pragma unroll 1
     for (int slot = lane; slot < a.n_slots; slot += 32) {
         const float s = lget(scores + lget(chosen + slot));
         sum += softmax ? exp_full(s - top) : s;
@@ -3739,6 +3767,7 @@ DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *lds) {
     sum = wave_sum(sum);
     const float least = sum < 0x1p-14f ? 0x1p-14f : sum;
     const float factor = softmax ? a.scale / sum : a.renormalise ? a.scale / least : a.scale;
+#pragma unroll 1
     for (int slot = lane; slot < a.n_slots; slot += 32) {
         const int e = lget(chosen + slot);
         const float s = lget(scores + e), own = a.expert_scale ? gload(a.expert_scale + e) : 1.0f;
@@ -3756,14 +3785,15 @@ KERNEL(route, rocq_k_route_args, 32) {
 // router: rmsnorm of one column of x, products of the result with F32 weights, and the choice of
 // experts; the logits that it goes by are the result of one of these products. Blocks and waves own
 // rows as in a matvec. Every block computes the norm for itself, as in matvec_row, and keeps the
-// normed x in LDS; block 0 also stores it, in F32 and, if row.y is set, in Q8_0. The block that
-// finishes last finds all logits in memory, and its first wave chooses.
-// Geometry: see rocq_k_router_args. LDS: 21 KB. Bytes: w once, x and the norm's weight once a
+// normed x in LDS. One more block than have rows stores it, in F32 and, if row.y is set, in Q8_0, so
+// that no logit waits for that. The block that finishes last finds all logits in memory, and its
+// first wave chooses.
+// Geometry: see rocq_k_router_args. LDS: 17 KB. Bytes: w once, x and the norm's weight once a
 // block.
 enum {
-    ROUTER_X_BYTES = 4 * ROCQ_K_MATVEC_ROW_K,
-    ROUTER_BYTES = ROUTER_X_BYTES + 16 * ROW_VECTORS
+    ROUTER_BYTES = 4 * ROCQ_K_MATVEC_ROW_K // of LDS
 };
+static_assert(16 * (int)ROW_VECTORS <= (int)ROUTER_BYTES, "x in Q8_0 has the LDS of x in F32");
 static_assert((int)ROUTE_BYTES <= (int)ROUTER_BYTES, "the choice has the LDS that x had");
 
 // Vector `at` of each of a wave's rows, or their last one.
@@ -3796,9 +3826,9 @@ DEV void router_sums(const float *w, const matvec_work &work, int k, const u32x4
         }
     }
 }
-// The normed x, from memory into LDS; block 0 stores it.
+// The normed x, into LDS, or into memory.
 DEV void router_stage(const rocq_k_router_args &a, float (&v)[4][4], const float (&w)[4][4],
-                      bool block_0, u32x4 *lds, float *work) {
+                      bool stores, u32x4 *lds, float *work) {
     matvec_row_norm(a.matvec, v, w, work);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -3806,12 +3836,10 @@ DEV void router_stage(const rocq_k_router_args &a, float (&v)[4][4], const float
         if (4 * quad >= a.matvec.k) continue;
         const u32x4 four = make4(bits<uint32_t>(v[j][0]), bits<uint32_t>(v[j][1]),
                                  bits<uint32_t>(v[j][2]), bits<uint32_t>(v[j][3]));
-        lput(lds + quad, four);
-        if (block_0) gstore((u32x4 *)a.x + quad, four);
+        if (stores) gstore((u32x4 *)a.x + quad, four);
+        else lput(lds + quad, four);
     }
-    if (block_0 && a.matvec.row.y) {
-        matvec_row_encode(a.matvec, v, true, lds + ROUTER_X_BYTES / 16);
-    }
+    if (stores && a.matvec.row.y) matvec_row_encode(a.matvec, v, true, lds);
     block_sync_lds();
 }
 KERNEL(router, rocq_k_router_args, 256) {
@@ -3822,7 +3850,9 @@ KERNEL(router, rocq_k_router_args, 256) {
     LDS(uint32_t, word, 1);
     const rocq_k_matvec_args &m = a.matvec;
     if (m.k == 0) return;
-    const uint32_t block = m.common.block0 + block_index();
+    const uint32_t index = m.common.block0 + block_index();
+    const bool stores = index == (uint32_t)a.n_blocks;
+    const uint32_t block = stores ? 0 : index; // what it loads of w is not used
     int product = 0;
     while (product < ROCQ_K_MATVEC_PRODUCTS - 1 && block >= m.block_begin[product + 1]) product++;
     const rocq_k_matvec_weights &p = m.product[product].weights;
@@ -3843,7 +3873,8 @@ KERNEL(router, rocq_k_router_args, 256) {
     if (m.row.weight) matvec_row_load(m.row.weight, m.k, w);
     router_load((const float *)p.w, work, m.k, work.first, r_w);
     loads_issued();
-    router_stage(a, v, w, block == 0, lds, norm_work);
+    router_stage(a, v, w, stores, lds, norm_work);
+    if (stores) return;
     router_sums((const float *)p.w, work, m.k, lds, r_w, own);
     const float sum = wave_sums<ROWS, 1>(own);
     if (lane_index() < ROWS) lput(sums + wave * ROWS + lane_index(), sum);
