@@ -1064,8 +1064,8 @@ DEV float activation_slope(int32_t kind, float x) {
 }
 
 // Both of four elements, with one branch for all of them, so that their computations overlap: with
-// a branch for each element, dx of a product behind GELU took 2.4 times as long as without the slope
-// (H200).
+// a branch for each element, dx of a product behind GELU took 2.4 times as long as without it on an
+// H200.
 #define ROCQ_X_ACTIVATIONS(X) \
     X(ROCQ_ACT_SILU) X(ROCQ_ACT_GELU) X(ROCQ_ACT_GELU_ERF) \
     X(ROCQ_ACT_RELU) X(ROCQ_ACT_TANH) X(ROCQ_ACT_SIGMOID)
