@@ -310,16 +310,9 @@ static void check_product(const product *s) {
                say("%s%s x %s, M %d N %d K %d, precision %d", name_of(s->w),
                    s->planar ? " planar" : "", name_of(s->x), (int)s->m, (int)s->n, (int)s->k,
                    (int)s->precision));
-    box_free(&w);
-    box_free(&w2);
-    box_free(&x);
-    box_free(&y);
-    box_free(&bias);
-    box_free(&gate);
-    box_free(&residual);
+    boxes_free(&w, &w2, &x, &y, &bias, &gate, &residual);
     for (int i = 0; adapted && i < 2; i++) {
-        box_free(&b[i]);
-        box_free(&t[i]);
+        boxes_free(&b[i], &t[i]);
     }
 }
 
@@ -555,12 +548,9 @@ static void test_matmul_chain(void **state) {
             compare_as(ROCQ_OP_MATMUL, &host[0], &p[0], out, 3, 0,
                        say("chain %d, %d columns", f, (int)n_columns[c]));
             for (int i = 0; i < 3; i++) {
-                box_free(&w[i]);
-                box_free(&y[i]);
+                boxes_free(&w[i], &y[i]);
             }
-            box_free(&x);
-            box_free(&b);
-            box_free(&t);
+            boxes_free(&x, &b, &t);
             if (c == 4) random_state = before_last;
         }
     }
@@ -627,15 +617,7 @@ static void check_attention(const attend *s) {
             say("D %d, %d heads on %d, n_q %d, n_kv %d, seqs %d, K %s V %s, page %d", (int)s->d,
                 (int)s->n_heads, (int)s->n_kv_heads, (int)s->n_q, (int)s->n_kv, (int)s->n_seqs,
                 name_of(s->k), name_of(s->v), (int)s->page_size));
-    box_free(&q);
-    box_free(&out);
-    box_free(&lse);
-    box_free(&k);
-    box_free(&v);
-    box_free(&mask);
-    box_free(&sinks);
-    box_free(&kv_len);
-    box_free(&pages);
+    boxes_free(&q, &out, &lse, &k, &v, &mask, &sinks, &kv_len, &pages);
 }
 
 // On a chip of one compute unit whatever fills its columns goes to the prefill kernels.
@@ -909,8 +891,7 @@ static void check_attention_backward(const attend *s, float scale) {
         free(want[i]);
     }
     free(lses);
-    box_free(&out);
-    box_free(&lse);
+    boxes_free(&out, &lse);
 }
 
 static void test_attention_backward(void **state) {
@@ -954,8 +935,7 @@ static void test_attention_backward_unsupported(void **state) {
         assert_non_null(strstr(why, i ? "F32" : "136 is over 128"));
         gpu->desc.precision = was;
         free_twins();
-        box_free(&b);
-        box_free(&lse);
+        boxes_free(&b, &lse);
         for (int k = 0; k < 3; k++) box_free(&grad[k]);
     }
 }
@@ -990,12 +970,7 @@ static void test_norms(void **state) {
         compare_as(center ? ROCQ_OP_LAYERNORM : ROCQ_OP_RMSNORM, &p, &p, out, center ? 3 : 2,
                    fy == ROCQ_Q8_0 ? 1e-4 : 0,
                    say("norm of %d, %s to %s", (int)n, name_of(x.t.format), name_of(fy)));
-        box_free(&x);
-        box_free(&y);
-        box_free(&weight);
-        box_free(&bias);
-        box_free(&mean);
-        box_free(&rstd);
+        boxes_free(&x, &y, &weight, &bias, &mean, &rstd);
     }
 }
 
@@ -1050,11 +1025,7 @@ static void test_planar_activations(void **state) {
         free(got);
         free_twins();
     }
-    box_free(&x);
-    box_free(&w);
-    box_free(&h);
-    box_free(&y);
-    box_free(&g);
+    boxes_free(&x, &w, &h, &y, &g);
 }
 
 // -- rope, rope_append --
@@ -1086,10 +1057,7 @@ static void test_rope(void **state) {
         const rocq_rope_params p = {.y = i % 7 == 6 ? &x.t : &y.t, .x = &x.t, .pos = &pos.t,
                                     .rope = random_rope(i, &factors)};
         compare(ROCQ_OP_ROPE, &p, i % 7 == 6 ? &x : &y, 0, say("rope %d", i));
-        box_free(&x);
-        box_free(&y);
-        box_free(&pos);
-        box_free(&factors);
+        boxes_free(&x, &y, &pos, &factors);
     }
 }
 
@@ -1174,14 +1142,7 @@ static void test_rope_append(void **state) {
         // a rounding tie of the turned K may fall to the other side: one code of 32
         compare_as(ROCQ_OP_ROPE_APPEND, &p, &p, out, i % 4 ? 3 : 2,
                    kv[i % 5] == ROCQ_Q4_0 ? 2e-3 : 1e-5, say("rope_append %d", i));
-        box_free(&q);
-        box_free(&k);
-        box_free(&v);
-        box_free(&k_cache);
-        box_free(&v_cache);
-        box_free(&pos);
-        box_free(&cell);
-        box_free(&factors);
+        boxes_free(&q, &k, &v, &k_cache, &v_cache, &pos, &cell, &factors);
     }
 }
 
@@ -1213,11 +1174,7 @@ static void test_maps(void **state) {
         case 4: compare(ROCQ_OP_MUL, &binary, &y, 0, say("mul %d", i)); break;
         default: compare(ROCQ_OP_SCALE, &scale, &y, 0, say("scale %d", i)); break;
         }
-        box_free(&a);
-        box_free(&b);
-        box_free(&y);
-        box_free(&y8);
-        box_free(&row);
+        boxes_free(&a, &b, &y, &y8, &row);
     }
 }
 
@@ -1239,8 +1196,7 @@ static void test_casts(void **state) {
             const rocq_cast_params p = {&y.t, &x.t};
             compare(ROCQ_OP_CAST, &p, &y, EXACT, say("cast %s%s to %s", name_of(format),
                                                  planar ? " planar" : "", name_of(y.t.format)));
-            box_free(&x);
-            box_free(&y);
+            boxes_free(&x, &y);
         }
     }
     for (int i = 0; i < 20; i++) {
@@ -1249,15 +1205,13 @@ static void test_casts(void **state) {
         const rocq_cast_params p = {&y.t, &x.t};
         compare(ROCQ_OP_CAST, &p, &y, EXACT,
                 say("cast %s to %s", name_of(x.t.format), name_of(y.t.format)));
-        box_free(&x);
-        box_free(&y);
+        boxes_free(&x, &y);
     }
     const int32_t ids[] = {5, -7, 0, 1 << 30};
     box a = box_i32(ids, 4), b = box_make(BOX_STRIDED, ROCQ_I32, 4, 1, 1, 1);
     const rocq_cast_params p = {&b.t, &a.t};
     compare(ROCQ_OP_CAST, &p, &b, EXACT, "cast I32");
-    box_free(&a);
-    box_free(&b);
+    boxes_free(&a, &b);
 }
 
 // The formats that are only read, which share kernels: matvecs, also of two formats at once, tiles
@@ -1329,9 +1283,7 @@ static void test_softmax(void **state) {
                                        .mask = i % 2 ? &mask.t : NULL,
                                        .scale = i % 3 ? 0.5f : 0.0f};
         compare(ROCQ_OP_SOFTMAX, &p, i % 5 == 4 ? &x : &y, 0, say("softmax %d", i));
-        box_free(&x);
-        box_free(&y);
-        box_free(&mask);
+        boxes_free(&x, &y, &mask);
     }
 }
 
@@ -1350,9 +1302,7 @@ static void test_gather(void **state) {
             if (planar) on_gpu_as(&table, true);
             const rocq_gather_params p = {&y.t, &table.t, &at.t, i == 1 ? 3.0f : 0.0f};
             compare(ROCQ_OP_GATHER, &p, &y, EXACT, say("gather %s %d", name_of(all_formats[f]), i));
-            box_free(&table);
-            box_free(&y);
-            box_free(&at);
+            boxes_free(&table, &y, &at);
         }
     }
 }
@@ -1372,8 +1322,7 @@ static void test_argmax(void **state) {
         box_write(&x);
         const rocq_argmax_params p = {&index.t, &x.t};
         compare(ROCQ_OP_ARGMAX, &p, &index, EXACT, say("argmax of %d", (int)n));
-        box_free(&x);
-        box_free(&index);
+        boxes_free(&x, &index);
     }
 }
 
@@ -1429,11 +1378,7 @@ static void test_sample(void **state) {
                      (double)want_prob);
         }
         free_twins();
-        box_free(&logits);
-        box_free(&token);
-        box_free(&prob);
-        box_free(&allowed);
-        box_free(&last);
+        boxes_free(&logits, &token, &prob, &allowed, &last);
     }
     if (n_other > n_draws / 100) fail_msg("%d of %d draws differ from the CPU's", n_other, n_draws);
 }
@@ -1457,9 +1402,7 @@ static void test_bad_indices(void **state) {
     for (int i = 0; i < n_twins; i++) copy_from_gpu(&twins[i]);
     box_check_outside(&y);
     free_twins();
-    box_free(&table);
-    box_free(&y);
-    box_free(&at);
+    boxes_free(&table, &y, &at);
 
     box q = box_random(BOX_PLAIN, ROCQ_F32, 1, 64, 2, 2, 1),
         k = box_random(BOX_PLAIN, ROCQ_F32, 1, 64, 2, 2, 1);
@@ -1476,12 +1419,7 @@ static void test_bad_indices(void **state) {
         assert_true(cache.memory[i] == 0xff && other.memory[i] == 0xff);
     }
     free_twins();
-    box_free(&q);
-    box_free(&k);
-    box_free(&cache);
-    box_free(&other);
-    box_free(&cells);
-    box_free(&pos);
+    boxes_free(&q, &k, &cache, &other, &cells, &pos);
 
     // Attention: a length of 0 counts as 1, and a page that the pool does not have as unseen.
     const int32_t bad_pages[] = {0, 1 << 30, -1, 1}, bad_lengths[] = {0, 65};
@@ -1502,11 +1440,7 @@ static void test_bad_indices(void **state) {
         for (int w = 0; w < n_twins; w++) copy_from_gpu(&twins[w]);
         box_check_outside(&out);
         free_twins();
-        box_free(&query);
-        box_free(&rows);
-        box_free(&out);
-        box_free(&page_table);
-        box_free(&length);
+        boxes_free(&query, &rows, &out, &page_table, &length);
     }
 
     box logits = box_random(BOX_PLAIN, ROCQ_F32, 1, 100, 1, 1, 1), recent = box_i32(ids, 3);
@@ -1518,9 +1452,7 @@ static void test_bad_indices(void **state) {
     assert_int_equal(rocq_sample(gpu, &d.sample), ROCQ_OK);
     assert_int_equal(rocq_sync(gpu), ROCQ_E_BOUNDS);
     free_twins();
-    box_free(&logits);
-    box_free(&recent);
-    box_free(&token);
+    boxes_free(&logits, &recent, &token);
 }
 
 // A tensor over the same memory as the twin of a box, of which t is a view.
@@ -1606,9 +1538,7 @@ static void test_overlap(void **state) {
         free(want);
     }
     free_twins();
-    box_free(&fused);
-    box_free(&caches);
-    box_free(&at);
+    boxes_free(&fused, &caches, &at);
 }
 
 // -- conv, norm_stats, resize, pixels --
@@ -1851,9 +1781,7 @@ static void test_conv_scale(void **state) {
     box y = box_make(BOX_PLAIN, ROCQ_F32, 32, 7, 5, 1);
     const rocq_conv_params p = {.y = &y.t, .w = &w.t, .x = &x.t, .x_scale = 1.0f / 1024};
     compare(ROCQ_OP_CONV, &p, &y, 0, "x of 1e6, scaled");
-    box_free(&w);
-    box_free(&x);
-    box_free(&y);
+    boxes_free(&w, &x, &y);
 }
 
 static void check_stats(rocq_format format, box_layout layout, int64_t c, int64_t w, int64_t h,
@@ -1906,8 +1834,7 @@ static void test_resize(void **state) {
         const rocq_resize_params p = {
             .y = &y.t, .x = &x.t, .mode = i < 9 ? ROCQ_RESIZE_NEAREST : ROCQ_RESIZE_BILINEAR};
         compare(ROCQ_OP_RESIZE, &p, &y, i < 9 ? EXACT : 0, say("resize %d", i));
-        box_free(&x);
-        box_free(&y);
+        boxes_free(&x, &y);
     }
     static const float values[5] = {HUGE_VALF, 1, -HUGE_VALF, 3, 3e38f}; // one beside the other
     box x = box_make(BOX_PLAIN, ROCQ_F32, 1, 5, 1, 1);
@@ -1915,8 +1842,7 @@ static void test_resize(void **state) {
     const rocq_resize_params same = {.y = &y.t, .x = &x.t, .mode = ROCQ_RESIZE_BILINEAR};
     memcpy(rocq_tensor_data(&x.t), values, sizeof values);
     compare(ROCQ_OP_RESIZE, &same, &y, EXACT, "resize of infinities");
-    box_free(&x);
-    box_free(&y);
+    boxes_free(&x, &y);
 }
 
 // A value within F32's rounding of a half may fall to either side, so one level is allowed; and
@@ -1956,8 +1882,7 @@ static void test_pixels(void **state) {
         if (1000 * differ > y.size) fail_msg("pixels %d: %d bytes differ", i, differ);
         free(want);
         free_twins();
-        box_free(&x);
-        box_free(&y);
+        boxes_free(&x, &y);
     }
 }
 
@@ -2001,8 +1926,7 @@ static void check_norm_backward(int64_t n, int64_t rows, int in_place) {
         if (i == 7 && in_place) continue;
         box_free(all[i]);
     }
-    box_free(&dweight);
-    box_free(&dbias);
+    boxes_free(&dweight, &dbias);
 }
 
 static void test_norm_backward(void **state) {
@@ -2042,10 +1966,7 @@ static void test_map_backward(void **state) {
                        say("activate_backward, activation %d", i % 6));
         }
         if (!in_place) box_free(&dx);
-        box_free(&dy);
-        box_free(&x);
-        box_free(&up);
-        box_free(&dup);
+        boxes_free(&dy, &x, &up, &dup);
     }
 }
 
@@ -2062,9 +1983,7 @@ static void test_gather_backward(void **state) {
         box dy = box_random(any_layout(), any_float(), 1, n, n_ids, 1, 1);
         const rocq_gather_backward_params p = {&table.t, &dy.t, &list.t, i % 2 ? 0 : -0.3f};
         compare(ROCQ_OP_GATHER_BACKWARD, &p, &table, 0, say("gather_backward, K %d", (int)n));
-        box_free(&table);
-        box_free(&list);
-        box_free(&dy);
+        boxes_free(&table, &list, &dy);
     }
     // more than one round of 1024 ids, of which many are equal
     enum { N = 2500 };
@@ -2082,9 +2001,7 @@ static void test_gather_backward(void **state) {
     assert_int_equal(run_one(gpu, ROCQ_OP_GATHER_BACKWARD, &q), ROCQ_OK);
     assert_int_equal(rocq_sync(gpu), ROCQ_E_BOUNDS);
     free_twins();
-    box_free(&table);
-    box_free(&list);
-    box_free(&dy);
+    boxes_free(&table, &list, &dy);
 }
 
 static void test_rope_backward(void **state) {
@@ -2097,9 +2014,7 @@ static void test_rope_backward(void **state) {
                                     .rope = {.pairing = i % 2 ? ROCQ_ROPE_NEOX : ROCQ_ROPE_NORM,
                                              .n_dims = i < 2 ? 0 : 48}, .backward = true};
         compare(ROCQ_OP_ROPE, &p, &dx, 0, "rope, backward");
-        box_free(&dy);
-        box_free(&at);
-        box_free(&dx);
+        boxes_free(&dy, &at, &dx);
     }
 }
 
@@ -2139,11 +2054,7 @@ static void test_cross_entropy(void **state) {
         compare_as(ROCQ_OP_CROSS_ENTROPY, &p, &p, out, n_out, v == 1 ? 1e-3 : 1e-9,
                    say("cross_entropy of %d", (int)v));
         if (!in_place) box_free(&d);
-        box_free(&logits);
-        box_free(&ids);
-        box_free(&loss);
-        box_free(&weights);
-        box_free(&scale);
+        boxes_free(&logits, &ids, &loss, &weights, &scale);
     }
     const int32_t targets[2] = {1, 9};
     box logits = box_random(BOX_PLAIN, ROCQ_F32, 1, 9, 2, 1, 1), ids = box_i32(targets, 2);
@@ -2154,8 +2065,7 @@ static void test_cross_entropy(void **state) {
     assert_int_equal(run_one(gpu, ROCQ_OP_CROSS_ENTROPY, &q), ROCQ_OK);
     assert_int_equal(rocq_sync(gpu), ROCQ_E_BOUNDS);
     free_twins();
-    box_free(&logits);
-    box_free(&ids);
+    boxes_free(&logits, &ids);
 }
 
 static void test_grad_norm(void **state) {
@@ -2190,8 +2100,7 @@ static void test_grad_norm(void **state) {
             assert_true(s.value[ROCQ_TRAIN_STEPS] == 41);
             assert_true(s.value[ROCQ_TRAIN_LOSS_SCALE] == (i % 4 == 3 ? 2048 : 1024));
         }
-        box_free(&g);
-        box_free(&s);
+        boxes_free(&g, &s);
     }
 }
 
@@ -2326,10 +2235,7 @@ static void test_graph(void **state) {
     rocq_graph_destroy(gpu, &graph);
     rocq_graph_destroy(gpu, &graph);
     free_twins();
-    box_free(&x);
-    box_free(&w);
-    box_free(&h);
-    box_free(&y);
+    boxes_free(&x, &w, &h, &y);
 }
 
 // What ops write, replayed from a graph and then one by one: the same bytes, with so many launches
@@ -2446,15 +2352,7 @@ static void test_graph_joins_norm(void **state) {
         const bool joins = k <= ROCQ_K_MATVEC_ROW_K && !on_x && !with_rstd;
         joined_check(&j, out, chain ? 3 : 2, joins ? 1 : 2,
                      say("norm of %d into %s, case %d", (int)k, name_of(f), i));
-        box_free(&x);
-        box_free(&weight);
-        box_free(&w);
-        box_free(&w2);
-        box_free(&other);
-        box_free(&h);
-        box_free(&y);
-        box_free(&y2);
-        box_free(&rstd);
+        boxes_free(&x, &weight, &w, &w2, &other, &h, &y, &y2, &rstd);
     }
     random_state = saved;
 }
@@ -2533,16 +2431,10 @@ static void test_graph_joins_low(void **state) {
         joined_check(&j, out, 1 + n, apart + (as_f32 ? 3 : two ? 2 : 1),
                      say("adapters of %d of %d, case %d", n, (int)k, i));
         for (int q = 0; q < n + pair; q++) {
-            box_free(&w[q]);
-            box_free(&b[q]);
+            boxes_free(&w[q], &b[q]);
             if (q < n) box_free(&y[q]);
         }
-        box_free(&x);
-        box_free(&weight);
-        box_free(&gate);
-        box_free(&h);
-        box_free(&a);
-        box_free(&t);
+        boxes_free(&x, &weight, &gate, &h, &a, &t);
     }
     random_state = saved;
 }
@@ -2828,10 +2720,7 @@ static void test_repeatable(void **state) {
         assert_true(same_bytes(first.memory, y.memory, y.size));
         free_twins();
     }
-    box_free(&w);
-    box_free(&x);
-    box_free(&y);
-    box_free(&first);
+    boxes_free(&w, &x, &y, &first);
 }
 
 // -- matmul_backward --
@@ -3243,9 +3132,7 @@ static void test_route(void **state) {
     }
     assert_memory_equal(ids.memory, ((const int32_t[]){38, 37, 0}), 12);
     free_twins();
-    box_free(&ids);
-    box_free(&weights);
-    box_free(&logits);
+    boxes_free(&ids, &weights, &logits);
     random_state = state_before;
 }
 

@@ -87,6 +87,12 @@ OPS_FN void box_free(box *b) {
     memset(b, 0, sizeof *b);
 }
 
+#define boxes_free(...)                                                                            \
+    do {                                                                                           \
+        box *const boxes_[] = {__VA_ARGS__};                                                       \
+        for (size_t i_ = 0; i_ < sizeof boxes_ / sizeof boxes_[0]; i_++) box_free(boxes_[i_]);     \
+    } while (0)
+
 OPS_FN int64_t box_rows(const box *b) {
     return b->count / b->t.ne[0];
 }

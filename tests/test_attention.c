@@ -185,15 +185,8 @@ static box *problem_out(problem *a) {
 }
 
 static void problem_free(problem *a) {
-    box_free(&a->q);
-    box_free(&a->k);
-    box_free(&a->v);
-    box_free(&a->out);
-    box_free(&a->lse);
-    box_free(&a->mask);
-    box_free(&a->sinks);
-    box_free(&a->kv_len);
-    box_free(&a->page_table);
+    boxes_free(&a->q, &a->k, &a->v, &a->out, &a->lse, &a->mask, &a->sinks, &a->kv_len,
+               &a->page_table);
     free(a->want);
     free(a->want_lse);
 }
@@ -467,8 +460,7 @@ static void long_contexts(void **state) {
         memset(exact.memory, 0xff, (size_t)exact.size);
         run(1, ROCQ_OP_ATTENTION, &p, &exact_out, 1);
         assert_true(same_bytes(exact.memory, a.out.memory, a.out.size));
-        box_free(&table);
-        box_free(&exact);
+        boxes_free(&table, &exact);
         problem_free(&a);
     }
 }
@@ -663,8 +655,7 @@ static void columns_of_one_tensor(void **state) {
         assert_memory_equal(got.memory, own[3].memory, (size_t)got.size);
     }
     for (int i = 0; i < 4; i++) box_free(&own[i]);
-    box_free(&fused);
-    box_free(&got);
+    boxes_free(&fused, &got);
 }
 
 // A last page that the pool holds only in part is good for as many positions as there are.
@@ -828,9 +819,7 @@ static void agrees_with_ggml(void **state) {
             box *out = &a.out;
             run(1, ROCQ_OP_ATTENTION, &a.p, &out, 1);
             check_all(out, a.want, kinds[f].bound);
-            box_free(&q);
-            box_free(&k);
-            box_free(&v);
+            boxes_free(&q, &k, &v);
             problem_free(&a);
         }
     }

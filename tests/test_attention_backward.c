@@ -168,14 +168,11 @@ static void problem_make(problem *a, shape s) {
 
 static void problem_free(problem *a) {
     for (int t = 0; t < N_IN; t++) {
-        box_free(&a->in[t]);
-        box_free(&a->grad[t]);
+        boxes_free(&a->in[t], &a->grad[t]);
         free(a->want[t]);
         free(a->size[t]);
     }
-    box_free(&a->dout);
-    box_free(&a->out);
-    box_free(&a->lse);
+    boxes_free(&a->dout, &a->out, &a->lse);
 }
 
 static void check_gradient(box *got, const double *want, const double *size, const char *what) {
@@ -403,14 +400,9 @@ static void columns_of_one_tensor(void **state) {
         const rocq_cast_params copy = {.y = &own[i].t, .x = &dt[i]};
         assert_int_equal(rocq_cast(ctx, &copy), ROCQ_OK);
         assert_memory_equal(own[i].memory, apart[i].memory, (size_t)own[i].size);
-        box_free(&own[i]);
-        box_free(&apart[i]);
+        boxes_free(&own[i], &apart[i]);
     }
-    box_free(&fused);
-    box_free(&grads);
-    box_free(&out);
-    box_free(&lse);
-    box_free(&dout);
+    boxes_free(&fused, &grads, &out, &lse, &dout);
 }
 
 // The scratch memory is sums of dk and dv, a few times their size, and not a matrix of scores.

@@ -204,14 +204,7 @@ static problem make(shape s) {
 }
 
 static void destroy(problem *a) {
-    box_free(&a->w);
-    box_free(&a->x);
-    box_free(&a->y);
-    box_free(&a->bias);
-    box_free(&a->gate);
-    box_free(&a->residual);
-    box_free(&a->lora_b);
-    box_free(&a->lora_t);
+    boxes_free(&a->w, &a->x, &a->y, &a->bias, &a->gate, &a->residual, &a->lora_b, &a->lora_t);
     free(a->exact);
     free(a->want);
     free(a->slack);
@@ -775,19 +768,12 @@ static void fused(void **state) {
         assert_true(same_bytes(y[2].value, cast.value, y[2].count * (int64_t)sizeof(double)));
         free(want);
         for (int j = 0; j < 3; j++) {
-            box_free(&w[j]);
-            box_free(&y[j]);
-            box_free(&alone[j]);
+            boxes_free(&w[j], &y[j], &alone[j]);
         }
         for (int j = 0; j < 2; j++) {
-            box_free(&b[j]);
-            box_free(&t[j]);
+            boxes_free(&b[j], &t[j]);
         }
-        box_free(&x);
-        box_free(&bias);
-        box_free(&gate);
-        box_free(&residual);
-        box_free(&cast);
+        boxes_free(&x, &bias, &gate, &residual, &cast);
     }
 }
 
@@ -821,12 +807,7 @@ static void wrong_chains(void **state) {
     second.w = &w.t;
     first.w2 = &wide.t;
     run_fails(ROCQ_OP_MATMUL, &first, ROCQ_E_SHAPE, out, 2);
-    box_free(&w);
-    box_free(&wide);
-    box_free(&x);
-    box_free(&x2);
-    box_free(&y);
-    box_free(&y2);
+    boxes_free(&w, &wide, &x, &x2, &y, &y2);
 }
 
 // The outputs of a chain may be columns of one tensor, but neither on one another nor, but for its
@@ -872,12 +853,9 @@ static void chains_into_columns(void **state) {
         const rocq_cast_params copy = {.y = &got.t, .x = &y[i]};
         assert_int_equal(rocq_cast(ctx, &copy), ROCQ_OK);
         assert_memory_equal(got.memory, alone[i].memory, (size_t)got.size);
-        box_free(&w[i]);
-        box_free(&alone[i]);
+        boxes_free(&w[i], &alone[i]);
     }
-    box_free(&x);
-    box_free(&fused);
-    box_free(&got);
+    boxes_free(&x, &fused, &got);
 }
 
 // One column seen n times through a stride of 0, and one row of w seen m times.

@@ -125,16 +125,11 @@ static void norms(void **state) {
                     run(simd, op, &q, &out32, 1);
                     check_q8_0(&y8, &y32);
                 }
-                box_free(&y8);
-                box_free(&y32);
+                boxes_free(&y8, &y32);
             }
             free(want);
             if (!in_place) box_free(&y);
-            box_free(&x);
-            box_free(&weight);
-            box_free(&bias);
-            box_free(&mean);
-            box_free(&rstd);
+            boxes_free(&x, &weight, &bias, &mean, &rstd);
         }
     }
 }
@@ -237,9 +232,7 @@ static void rope(void **state) {
             check(ROCQ_OP_ROPE, &p, &y, want);
             free(want);
             if (!in_place) box_free(&y);
-            box_free(&x);
-            box_free(&pos);
-            box_free(&factors);
+            boxes_free(&x, &pos, &factors);
         }
     }
 }
@@ -406,15 +399,7 @@ static void rope_append(void **state) {
             run_fails(ROCQ_OP_ROPE_APPEND, &p, ROCQ_E_BOUNDS, outputs, 3);
         }
         free(q_before);
-        box_free(&q);
-        box_free(&k);
-        box_free(&v);
-        box_free(&k_cache);
-        box_free(&v_cache);
-        box_free(&pos);
-        box_free(&cell_box);
-        box_free(&turned);
-        box_free(&q_turned);
+        boxes_free(&q, &k, &v, &k_cache, &v_cache, &pos, &cell_box, &turned, &q_turned);
     }
 }
 
@@ -484,8 +469,7 @@ static void activations_saturate(void **state) {
                 assert_true(a != ROCQ_ACT_RELU || !signbit(y.value[i])); // of -0 too
             }
         }
-        box_free(&x);
-        box_free(&y);
+        boxes_free(&x, &y);
     }
 }
 
@@ -566,13 +550,11 @@ static void glu(void **state) {
                     run(simd, ROCQ_OP_GLU, &q, &out32, 1);
                     check_q8_0(&y8, &y32);
                 }
-                box_free(&y8);
-                box_free(&y32);
+                boxes_free(&y8, &y32);
             }
             free(want);
             if (alias == 0) box_free(&y);
-            box_free(&gate);
-            box_free(&up);
+            boxes_free(&gate, &up);
         }
     }
 }
@@ -668,8 +650,7 @@ static void cast_one(rocq_format from, rocq_format to, box_layout layout, int64_
         }
         box_check_outside(&y);
     }
-    box_free(&x);
-    box_free(&y);
+    boxes_free(&x, &y);
 }
 
 static void cast(void **state) {
@@ -689,8 +670,7 @@ static void cast(void **state) {
                 why = rocq_error(ctx);
                 assert_non_null(strstr(why, rocq_format_name(to)));
                 rocq_close(&ctx);
-                box_free(&x);
-                box_free(&y);
+                boxes_free(&x, &y);
                 continue;
             }
             const bool slow = block_elems(from) == 256 || block_elems(to) == 256;
@@ -715,8 +695,7 @@ static void cast_of_indices(void **state) {
         const rocq_cast_params p = {.y = &y.t, .x = &x.t};
         run(1, ROCQ_OP_CAST, &p, &out, 1);
         check_rows(&y, x.value, 0);
-        box_free(&x);
-        box_free(&y);
+        boxes_free(&x, &y);
     }
 }
 
@@ -749,9 +728,7 @@ static void gather(void **state) {
                 run_fails(ROCQ_OP_GATHER, &p, ROCQ_E_BOUNDS, &out, 1);
             }
             free(want);
-            box_free(&table);
-            box_free(&y);
-            box_free(&ids);
+            boxes_free(&table, &y, &ids);
         }
     }
 }
@@ -797,8 +774,7 @@ static void softmax(void **state) {
             check(ROCQ_OP_SOFTMAX, &p, &y, want);
             free(want);
             if (!in_place) box_free(&y);
-            box_free(&x);
-            box_free(&mask);
+            boxes_free(&x, &mask);
         }
     }
 }
@@ -824,9 +800,7 @@ static void softmax_and_nan(void **state) {
         }
         assert_true(y.value[57] == 0);
     }
-    box_free(&x);
-    box_free(&y);
-    box_free(&mask);
+    boxes_free(&x, &y, &mask);
 }
 
 // -- argmax --
@@ -861,8 +835,7 @@ static void argmax(void **state) {
                 run(simd, ROCQ_OP_ARGMAX, &p, &out, 1);
                 check_rows(&index, want, 0);
             }
-            box_free(&x);
-            box_free(&index);
+            boxes_free(&x, &index);
         }
     }
 }
@@ -875,11 +848,7 @@ typedef struct draw {
 } draw;
 
 static void draw_free(draw *d) {
-    box_free(&d->logits);
-    box_free(&d->token);
-    box_free(&d->prob);
-    box_free(&d->recent);
-    box_free(&d->allowed);
+    boxes_free(&d->logits, &d->token, &d->prob, &d->recent, &d->allowed);
 }
 
 static draw draw_make(int64_t n_vocab, float spread) {
@@ -1398,8 +1367,7 @@ static void overlapping_rows_never_give_wrong_values(void **state) {
         const rocq_cast_params put = {.y = &to, .x = &y};
         assert_int_equal(rocq_cast(ctx, &put), ROCQ_OK);
         assert_memory_equal(memory, before, SIZE);
-        box_free(&want);
-        box_free(&got);
+        boxes_free(&want, &got);
         n_done++;
     }
     print_message("%d done, %d refused\n", (int)n_done, (int)n_refused);
@@ -1485,8 +1453,7 @@ static void gathered_rows_never_reach_the_ids(void **state) {
     for (int i = 0; i < N - 1; i++) {
         assert_memory_equal(whole.memory + i * ROW, table.memory + 3 * D * 4, D * 4);
     }
-    box_free(&whole);
-    box_free(&table);
+    boxes_free(&whole, &table);
 }
 
 static void appended_rows_never_reach_the_cells(void **state) {
@@ -1537,8 +1504,7 @@ static void drawn_tokens_never_reach_the_history(void **state) {
                                              .allowed = &allowed};
     refused(ROCQ_OP_SAMPLE, &over_recent, &out, 1);
     refused(ROCQ_OP_SAMPLE, &over_allowed, &out, 1);
-    box_free(&words);
-    box_free(&logits);
+    boxes_free(&words, &logits);
 }
 
 // q, k and v as columns of one tensor, and two caches whose cells take turns: the bits are those of
@@ -1589,12 +1555,9 @@ static void rows_may_lie_in_gaps(void **state) {
         bad.v_cache = &t[3]; // outputs among themselves
         refused(ROCQ_OP_ROPE_APPEND, &bad, outputs, 2);
         for (int i = 0; i < 5; i++) {
-            box_free(&own[i]);
-            box_free(&back[i]);
+            boxes_free(&own[i], &back[i]);
         }
-        box_free(&fused);
-        box_free(&caches);
-        box_free(&pos);
+        boxes_free(&fused, &caches, &pos);
     }
 }
 
@@ -1648,11 +1611,7 @@ static void in_place_is_exactly_in_place(void **state) {
     norm.rstd = &behind;
     assert_int_equal(rocq_layernorm(contexts[1][1], &norm), ROCQ_OK);
     assert_memory_equal(whole.memory + (2 * K + K + 2) * 4, rows.memory + ROWS * 4, ROWS * 4);
-    box_free(&whole);
-    box_free(&other);
-    box_free(&want);
-    box_free(&got);
-    box_free(&rows);
+    boxes_free(&whole, &other, &want, &got, &rows);
 }
 
 // -- shortconv --
@@ -1749,8 +1708,7 @@ static void shortconv(void **state) {
             for (int b = 0; b < 4; b++) box_free(all[b]);
             free(want);
         }
-        box_free(&bcx);
-        box_free(&w);
+        boxes_free(&bcx, &w);
     }
 }
 
@@ -1919,13 +1877,11 @@ static void delta_net(void **state) {
             run(simd, ROCQ_OP_DELTA_NET, &p, (box *[]){&y, &now}, 2);
             check_all(&y, want, 1e-11);
             check_all(&now, states, 1e-11);
-            box_free(&now);
-            box_free(&y);
+            boxes_free(&now, &y);
         }
         free(want);
         free(states);
-        box_free(&slot);
-        box_free(&kept);
+        boxes_free(&slot, &kept);
         delta_free(&b);
     }
 }
@@ -2072,10 +2028,7 @@ static void rope_agrees_with_ggml(void **state) {
         run(1, ROCQ_OP_ROPE, &p, &out, 1);
         check_rows(&y, want, 1e-8); // ggml multiplies its way from pair to pair, in float
         free(want);
-        box_free(&factors);
-        box_free(&x);
-        box_free(&y);
-        box_free(&pos);
+        boxes_free(&factors, &x, &y, &pos);
     }
     ggml_close(&g);
 }
@@ -2106,9 +2059,7 @@ static void norms_and_softmax_agree_with_ggml(void **state) {
         run(1, ROCQ_OP_SOFTMAX, &soft, &out, 1);
         check_all(&y, want, 1e-11);
         free(want);
-        box_free(&x);
-        box_free(&y);
-        box_free(&mask);
+        boxes_free(&x, &y, &mask);
     }
     ggml_close(&g);
 }
@@ -2131,8 +2082,7 @@ static void activations_agree_with_ggml(void **state) {
         run(1, ROCQ_OP_ACTIVATE, &p, &out, 1);
         check_rows(&y, want, kinds[a].bound);
         free(want);
-        box_free(&x);
-        box_free(&y);
+        boxes_free(&x, &y);
     }
     ggml_close(&g);
 }

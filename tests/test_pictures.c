@@ -136,14 +136,9 @@ static void conv_set_params(conv_problem *a) {
 }
 
 static void conv_free(conv_problem *a) {
-    box_free(&a->x);
-    box_free(&a->w);
+    boxes_free(&a->x, &a->w);
     if (a->s.residual != IN_PLACE_RESIDUAL) box_free(&a->residual);
-    box_free(&a->y);
-    box_free(&a->bias);
-    box_free(&a->stats);
-    box_free(&a->norm_weight);
-    box_free(&a->norm_bias);
+    boxes_free(&a->y, &a->bias, &a->stats, &a->norm_weight, &a->norm_bias);
     free(a->want);
     free(a->slack);
 }
@@ -653,9 +648,7 @@ static void bits_do_not_depend_on_threads(void **state) {
         free(first[0][o]);
         free(first[1][o]);
     }
-    box_free(&stats);
-    box_free(&large);
-    box_free(&rgb);
+    boxes_free(&stats, &large, &rgb);
     conv_free(&a);
 }
 
@@ -719,9 +712,7 @@ static void conv_weights_are_reordered(void **state) {
         assert_int_equal(rocq_conv_weights(ctx, &p), ROCQ_OK);
         assert_memory_equal(w.memory, want, w.size);
         free(want);
-        box_free(&src);
-        box_free(&w);
-        box_free(&turned);
+        boxes_free(&src, &w, &turned);
     }
 }
 
@@ -841,8 +832,7 @@ static void norm_stats_of_positions(void **state) {
             check_rows(&stats, want, 1e-12); // 1e-6 of each
         }
         free(want);
-        box_free(&x);
-        box_free(&stats);
+        boxes_free(&x, &stats);
     }
 }
 
@@ -881,9 +871,7 @@ static void norm_stats_merge_over_tiles(void **state) {
                             moments_of(&x, g, r % g, r / g), 1e-6, n_tiles);
             }
         }
-        box_free(&x);
-        box_free(&stats);
-        box_free(&had);
+        boxes_free(&x, &stats, &had);
     }
 }
 
@@ -914,8 +902,7 @@ static void norm_stats_keep_their_digits_at_2048(void **state) {
     }
     print_message("2048 x 2048: the mean is off by %.2g of the spread, rstd by %.2g of itself\n",
                   worst[0], worst[1]);
-    box_free(&x);
-    box_free(&stats);
+    boxes_free(&x, &stats);
 }
 
 // -- resize, pixels --
@@ -961,8 +948,7 @@ static void resize(void **state) {
                 check_all(&y, want, 1e-11);
             }
             free(want);
-            box_free(&x);
-            box_free(&y);
+            boxes_free(&x, &y);
         }
     }
 }
@@ -1011,8 +997,7 @@ static void pixels(void **state) {
                 }
             }
         }
-        box_free(&x);
-        box_free(&y);
+        boxes_free(&x, &y);
     }
     const float odd[] = {0.5f, NAN, -NAN, -0.0f, 1e30f, 1.0f};
     const unsigned char bytes[] = {128, 0, 0, 0, 255, 255}; // 127.5 goes to the even neighbour
@@ -1137,10 +1122,7 @@ static void conv_refuses(void **state) {
     assert_int_equal(info.precision, ROCQ_PRECISION_F32);
     assert_true(info.nmse == 1e-6);
 #undef NO
-    box_free(&four);
-    box_free(&far_y);
-    box_free(&both);
-    box_free(&wide);
+    boxes_free(&four, &far_y, &both, &wide);
     conv_free(&a);
 }
 
@@ -1231,13 +1213,7 @@ static void norm_stats_resize_and_pixels_refuse(void **state) {
         NO(p.bias = -INFINITY, ROCQ_E_ARGUMENT);
 #undef NO
     }
-    box_free(&x);
-    box_free(&stats);
-    box_free(&had);
-    box_free(&each);
-    box_free(&y);
-    box_free(&rgb);
-    box_free(&four);
+    boxes_free(&x, &stats, &had, &each, &y, &rgb, &four);
 }
 
 // -- against PyTorch: cases that tests/pictures.py has written --
@@ -1307,15 +1283,9 @@ static void agrees_with_torch(void **state) {
                 check_all(&y, want.value, 1e-10); // PyTorch's own error is in it
             }
             free(weights);
-            box_free(&w);
-            box_free(&bias);
-            box_free(&gain);
-            box_free(&shift);
-            box_free(&stats);
+            boxes_free(&w, &bias, &gain, &shift, &stats);
         }
-        box_free(&x);
-        box_free(&y);
-        box_free(&want);
+        boxes_free(&x, &y, &want);
     }
     fclose(f);
     assert_true(n_cases >= 20);

@@ -196,8 +196,7 @@ static void a_context_is_forced_as_params_are(void **state) {
             }
         }
     }
-    box_free(&w);
-    box_free(&x);
+    boxes_free(&w, &x);
 }
 
 static void attention(void **state) {

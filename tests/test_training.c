@@ -321,10 +321,7 @@ static void map_solve(rocq_activation activation, bool glu, int in_place) {
     free(dx.value);
     dx.value = values;
     if (in_place == 0) box_free(&dx);
-    box_free(&dy);
-    box_free(&x);
-    box_free(&up);
-    box_free(&dup);
+    boxes_free(&dy, &x, &up, &dup);
     free(before); free(want); free(slack); free(want_up); free(slack_up);
 }
 
@@ -372,9 +369,7 @@ static void gather_backward_adds_in_order(void **state) {
             box_write(&list);
             run_fails(ROCQ_OP_GATHER_BACKWARD, &p, ROCQ_E_BOUNDS, outputs, 1);
             free(before); free(want); free(slack);
-            box_free(&table);
-            box_free(&dy);
-            box_free(&list);
+            boxes_free(&table, &dy, &list);
         }
     }
 }
@@ -418,11 +413,7 @@ static void rope_backward_is_the_transpose(void **state) {
             }
             assert_true(fabs(forward - backward) <= 2 * ULP * size);
         }
-        box_free(&x);
-        box_free(&at);
-        box_free(&dy);
-        box_free(&y);
-        box_free(&dx);
+        boxes_free(&x, &at, &dy, &y, &dx);
     }
 }
 
@@ -513,11 +504,7 @@ static void entropy_solve(const entropy_case *s) {
         check_close(&loss, want_loss, slack_loss, "loss");
         box_free(&dlogits);
     }
-    box_free(&logits);
-    box_free(&weights);
-    box_free(&scale);
-    box_free(&loss);
-    box_free(&ids);
+    boxes_free(&logits, &weights, &scale, &loss, &ids);
     free(targets);
     free(want);
     free(slack);
@@ -575,10 +562,7 @@ static void cross_entropy_has_the_slope_of_its_loss(void **state) {
         }
         assert_true(fabs(d.value[i] - slope) <= 1e-5);
     }
-    box_free(&z);
-    box_free(&logits);
-    box_free(&d);
-    box_free(&ids);
+    boxes_free(&z, &logits, &d, &ids);
 }
 
 static void cross_entropy_of_bad_targets_and_logits(void **state) {
@@ -605,9 +589,7 @@ static void cross_entropy_of_bad_targets_and_logits(void **state) {
     for (int i = 20; i < 30; i++) assert_true(logits.value[i] == 0);
     p.loss = p.dlogits = NULL;
     run_fails(ROCQ_OP_CROSS_ENTROPY, &p, ROCQ_E_ARGUMENT, outputs, 2);
-    box_free(&logits);
-    box_free(&loss);
-    box_free(&ids);
+    boxes_free(&logits, &loss, &ids);
 }
 
 // -- grad_norm, adamw --
@@ -635,8 +617,7 @@ static void grad_norm_measures_clips_and_counts(void **state) {
             box *const outputs[1] = {&s};
             run(simd, ROCQ_OP_GRAD_NORM, &p, outputs, 1);
             check_close(&s, want, slack, "state");
-            box_free(&g);
-            box_free(&s);
+            boxes_free(&g, &s);
         }
     }
 }
@@ -678,8 +659,7 @@ static void grad_norm_moves_the_loss_scale(void **state) {
     p.growth_interval = -1;
     box *const outputs[1] = {&s};
     run_fails(ROCQ_OP_GRAD_NORM, &p, ROCQ_E_ARGUMENT, outputs, 1);
-    box_free(&g);
-    box_free(&s);
+    boxes_free(&g, &s);
 }
 
 enum { ADAM_W, ADAM_W16, ADAM_M, ADAM_V, ADAM_G, ADAM_M_SCALE, ADAM_V_SCALE, ADAM_BOXES };
@@ -715,8 +695,7 @@ static void adam_make(adam *a, int64_t n, rocq_format moments, rocq_format halve
 
 static void adam_free(adam *a) {
     for (int i = 0; i < ADAM_BOXES; i++) box_free(&a->b[i]);
-    box_free(&a->state);
-    box_free(&a->lr);
+    boxes_free(&a->state, &a->lr);
 }
 
 static void adam_run(adam *a, int simd) {
