@@ -21390,8 +21390,8 @@ static rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char 
 // cache that attention reads. The check of a replay leaves it as it is.
 //
 // The shape has a character for each dimension, and the dimensions behind the last have size 1. A
-// letter is one size in all operands of the op, and its capital that size or 1; a digit is itself.
-// What a dot stands for is not checked by the table.
+// letter is one size in all operands of the op, and its capital, which stands in a later line, that
+// size or 1; a digit is itself. What a dot stands for is not checked by the table.
 enum { ROCQ__IN, ROCQ__IN_PLACE, ROCQ__INDEX, ROCQ__KEPT, ROCQ__OUT };
 enum { ROCQ__MAX_OPERANDS = 11 * ROCQ__MOST_PRODUCTS }; // of one op; the most a matmul chain has
 
@@ -21486,8 +21486,8 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(EXPERTS, OUT, y, "muv", ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
     ROCQ_X(EXPERTS, KEPT, w, "kme", ROCQ__ANY | ROCQ__PLANAR)
     ROCQ_X(EXPERTS, KEPT, w2, "kme", ROCQ__ANY | ROCQ__PLANAR | ROCQ__OPTIONAL)
-    ROCQ_X(EXPERTS, IN, x, "kSn", ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
     ROCQ_X(EXPERTS, INDEX, ids, "sn", ROCQ__BIT_I32)
+    ROCQ_X(EXPERTS, IN, x, "kSn", ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
     ROCQ_X(EXPERTS, KEPT, bias, "me", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(EXPERTS, KEPT, bias2, "me", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(EXPERTS, IN, weights, "sn", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
@@ -21624,23 +21624,20 @@ static rocq_result rocq__check_letters(rocq_ctx *ctx, const char *op_name, const
 }
 
 // Checks each operand of one params struct by itself, and the sizes that operands have in common:
-// first those of the inputs, which outputs have to fit, then with the outputs those of all, since
-// a capital may stand before its letter.
+// first the inputs, then the outputs, which have to fit them.
 static rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, rocq_op op,
                                         const void *params) {
     int64_t sizes[26] = {0};
     int32_t end;
     const int32_t begin = rocq__operands_begin(op, &end);
-    for (int32_t i = begin; i < end; i++) {
-        const rocq__operand *o = &rocq__operands[i];
-        const int accept = o->accept | (o->role == ROCQ__OUT ? ROCQ__OUTPUT : 0);
-        ROCQ__TRY(rocq__check_tensor(ctx, op_name, o->name, rocq__operand_of(params, o), accept));
-    }
-    for (int32_t k = 0; k < 2 * (end - begin); k++) {
-        const rocq__operand *o = &rocq__operands[begin + k % (end - begin)];
-        const rocq_tensor *t = rocq__operand_of(params, o);
-        if (!t || (k < end - begin && o->role == ROCQ__OUT)) continue;
-        ROCQ__TRY(rocq__check_letters(ctx, op_name, o, t, sizes));
+    for (int out = 0; out < 2; out++) {
+        for (const rocq__operand *o = &rocq__operands[begin]; o < &rocq__operands[end]; o++) {
+            const rocq_tensor *t = rocq__operand_of(params, o);
+            if ((o->role == ROCQ__OUT) != (out == 1)) continue;
+            ROCQ__TRY(rocq__check_tensor(ctx, op_name, o->name, t,
+                                         o->accept | (out ? ROCQ__OUTPUT : 0)));
+            if (t) ROCQ__TRY(rocq__check_letters(ctx, op_name, o, t, sizes));
+        }
     }
     return ROCQ_OK;
 }
