@@ -191,6 +191,7 @@ typedef struct vae__stack {
 
 typedef struct vae__segment_of {
     int32_t end, tile; // up to module end; pixels, 0 = whole
+    bool bands;        // one module in bands of `tile` rows of pixels, see vae__bands
 } vae__segment_of;
 
 typedef struct vae_model {
@@ -315,11 +316,13 @@ static rocq_result vae__run(vae_model *m, const rocq_tensor *input) {
         m->n_segments = 1;
         m->segments[0].end = m->net->n_modules;
         m->segments[0].tile = 0;
+        m->segments[0].bands = false;
     } else if (m->planning) {
         VAE__TRY(vae__choose(m, input));
     }
     for (int32_t s = 0, a = 0; s < m->n_segments; a = m->segments[s++].end) {
-        VAE__TRY(vae__segment(m, a, m->segments[s].end, m->segments[s].tile, &x, &next));
+        const vae__segment_of *of = &m->segments[s];
+        VAE__TRY(vae__segment(m, a, of->end, of->tile, of->bands, &x, &next));
         x = next;
     }
     return vae__check_finite(m);
@@ -464,26 +467,26 @@ typedef struct vae__edge {
 
 typedef struct vae__graph {
     int32_t n;
-    vae__edge edges[VAE__MAX_MODULES][VAE__MAX_MODULES + 1][2]; // whole, in tiles
+    vae__edge edges[VAE__MAX_MODULES][VAE__MAX_MODULES + 1][3]; // whole, in tiles, in bands
 } vae__graph;
 
 // The cheapest way from the first boundary to the last whose steps take at most so much of the
 // stack and so much scratch; its flops, or DBL_MAX where there is none.
 static double vae__path(vae_model *m, const vae__graph *g, int64_t stack, int64_t scratch) {
     double best[VAE__MAX_MODULES + 1];
-    int32_t from[VAE__MAX_MODULES + 1], tile[VAE__MAX_MODULES + 1];
+    int32_t from[VAE__MAX_MODULES + 1], kind[VAE__MAX_MODULES + 1];
     best[0] = 0;
     for (int32_t b = 1; b <= g->n; b++) {
         best[b] = DBL_MAX;
-        from[b] = tile[b] = 0;
-        for (int32_t i = 0; i < 2 * b; i++) {
-            const int32_t a = i / 2;
-            const vae__edge *e = &g->edges[a][b][i % 2];
+        from[b] = kind[b] = 0;
+        for (int32_t i = 0; i < 3 * b; i++) {
+            const int32_t a = i / 3;
+            const vae__edge *e = &g->edges[a][b][i % 3];
             if (!e->there || e->stack > stack || e->scratch > scratch || best[a] == DBL_MAX ||
                 best[a] + e->flops >= best[b]) continue;
             best[b] = best[a] + e->flops;
             from[b] = a;
-            tile[b] = i % 2 ? m->plan.tile : 0;
+            kind[b] = i % 3;
         }
     }
     if (best[g->n] == DBL_MAX) return DBL_MAX;
@@ -491,7 +494,8 @@ static double vae__path(vae_model *m, const vae__graph *g, int64_t stack, int64_
     for (int32_t b = g->n; b > 0; b = from[b]) m->n_segments++;
     for (int32_t b = g->n, i = m->n_segments - 1; b > 0; b = from[b], i--) {
         m->segments[i].end = b;
-        m->segments[i].tile = tile[b];
+        m->segments[i].tile = kind[b] > 0 ? m->plan.tile : 0;
+        m->segments[i].bands = kind[b] == 2;
     }
     return best[g->n];
 }
@@ -502,10 +506,10 @@ static int64_t vae__least(const vae__graph *g, int64_t scratch) {
     least[0] = 0;
     for (int32_t b = 1; b <= g->n; b++) {
         least[b] = INT64_MAX;
-        for (int32_t i = 0; i < 2 * b; i++) {
-            const vae__edge *e = &g->edges[i / 2][b][i % 2];
+        for (int32_t i = 0; i < 3 * b; i++) {
+            const vae__edge *e = &g->edges[i / 3][b][i % 3];
             if (!e->there || e->scratch > scratch) continue;
-            const int64_t most = e->stack > least[i / 2] ? e->stack : least[i / 2];
+            const int64_t most = e->stack > least[i / 3] ? e->stack : least[i / 3];
             if (most < least[b]) least[b] = most;
         }
     }
@@ -518,7 +522,7 @@ static int64_t vae__least(const vae__graph *g, int64_t scratch) {
 // cheaper.
 static void vae__best_path(vae_model *m, const vae__graph *g, int64_t limit) {
     const vae__edge *edges = &g->edges[0][0][0];
-    const int64_t n = 2 * (VAE__MAX_MODULES + 1) * (int64_t)g->n;
+    const int64_t n = 3 * (VAE__MAX_MODULES + 1) * (int64_t)g->n;
     double cheapest = DBL_MAX;
     int64_t least = INT64_MAX, stack = 0, scratch = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -568,7 +572,7 @@ static bool vae__tileable(const vae_model *m, int32_t a, int32_t b) {
 
 // Plans one step, from a value that is there whole.
 static rocq_result vae__measure_edge(vae_model *m, const rocq_tensor *input, int32_t a, int32_t b,
-                                     int32_t tile, vae__edge *e) {
+                                     int32_t tile, bool bands, vae__edge *e) {
     const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
     const vae__span whole = vae__whole(m->size[a]);
     vae__value x = vae__input(input), out;
@@ -579,7 +583,7 @@ static rocq_result vae__measure_edge(vae_model *m, const rocq_tensor *input, int
         VAE__TRY(vae__new(m, 0, m->stream, vae__channels_at(m->net, a), m->size[a], &whole,
                           vae__frames_at(m, a, m->chunks.total), &x));
     }
-    VAE__TRY(vae__segment(m, a, b, tile, &x, &out));
+    VAE__TRY(vae__segment(m, a, b, tile, bands, &x, &out));
     e->stack = m->stack.peak;
     e->scratch = m->op_scratch;
     e->flops = m->flops;
@@ -601,10 +605,13 @@ static rocq_result vae__choose(vae_model *m, const rocq_tensor *input) {
         for (int32_t b = a + 1; b <= g->n && result == ROCQ_OK; b++) {
             const bool convs = m->net->modules[b - 1].kind == VAE__CONVS;
             if (m->video ? a == 0 && convs : b == a + 1) {
-                result = vae__measure_edge(m, input, a, b, 0, &g->edges[a][b][0]);
+                result = vae__measure_edge(m, input, a, b, 0, false, &g->edges[a][b][0]);
+            }
+            if (result == ROCQ_OK && a > 0 && b == a + 1 && vae__bandable(m, a)) {
+                result = vae__measure_edge(m, input, a, b, m->plan.tile, true, &g->edges[a][b][2]);
             }
             if (result != ROCQ_OK || (m->video && b < g->n) || !vae__tileable(m, a, b)) continue;
-            result = vae__measure_edge(m, input, a, b, m->plan.tile, &g->edges[a][b][1]);
+            result = vae__measure_edge(m, input, a, b, m->plan.tile, false, &g->edges[a][b][1]);
         }
     }
     if (result == ROCQ_OK) vae__best_path(m, g, m->limit);

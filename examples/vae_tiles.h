@@ -7,10 +7,13 @@
 // Tiles can be exact. What hides between the tiles of a GroupNorm network is its norms, whose mean
 // and variance are those of the whole picture. vae__segment finds them layer by layer: for each
 // norm it runs all tiles up to there, with as many positions around each as the convolutions reach,
-// and merges the moments. vae__choose picks which values in between are kept whole, so that this
-// costs least. The norms of a video are of one position each: behind its attention, whose value is
-// kept whole, a tile with its halo goes through all chunks of frames, with the frames that those
-// share, and has the whole's bits wherever convolutions do not depend on the size (on the CPU).
+// and merges the moments. A block whose result is as large as its input or smaller can also run in
+// bands of rows that the result replaces (vae__bands): nothing but the input is whole then, and
+// nothing is computed twice but what its second norm looks at. vae__choose picks which values in
+// between are kept whole, so that this costs least. The norms of a video are of one position each:
+// behind its attention, whose value is kept whole, a tile with its halo goes through all chunks of
+// frames, with the frames that those share, and has the whole's bits wherever convolutions do not
+// depend on the size (on the CPU).
 
 #ifndef VAE_TILES_H
 #define VAE_TILES_H
@@ -463,6 +466,145 @@ static rocq_result vae__time(vae_model *m, const vae_module *mod, const vae__val
 }
 
 // ---------------------------------------------------------------------------------------------
+// A block in bands of rows, in the place of its input
+// ---------------------------------------------------------------------------------------------
+
+// Whether module i can run so: two convolutions or more, all of 3 x 3, to which the input is added,
+// or 1 x 1 of it with at most as many channels. Values of a video go through in chunks instead.
+static bool vae__bandable(const vae_model *m, int32_t i) {
+    const vae_module *mod = &m->net->modules[i];
+    const vae_conv *convs = &m->net->convs[mod->first];
+    if (m->video || mod->kind != VAE__CONVS || mod->n < 2 || mod->residual == VAE__NO_RESIDUAL) {
+        return false;
+    }
+    for (int32_t j = 0; j < mod->n; j++) {
+        const vae_conv *c = &convs[j];
+        if (c->k != 3 || c->pad != 1 || c->stride != 1 || c->upsample != 1) return false;
+    }
+    // The last of what a side of the stack has ends at most 255 bytes before it, of either value.
+    const int64_t less = mod->residual == VAE__OF_SHORTCUT ? convs->c - convs[mod->n].m : 0;
+    return less == 0 || (less > 0 && 2 * less * m->size[i][0] >= 256);
+}
+
+// Rows first to end - 1, counted from the last one if `up`.
+static vae__span vae__rows(const int64_t size[2], int64_t first, int64_t end, bool up) {
+    const vae__span o = {{0, up ? size[1] - end : first}, {size[0], end - first}};
+    return o;
+}
+
+// Mean and variance of what convolution j of module i reads, from all bands of it.
+static rocq_result vae__gather_bands(vae_model *m, const vae_module *mod, int32_t j, int64_t rows,
+                                     const vae__value *x) {
+    const int64_t h = x->size[1];
+    for (int64_t at = 0; at < h; at += rows) {
+        const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
+        const vae__span o = vae__rows(x->size, at, at + rows < h ? at + rows : h, false);
+        const double flops = m->flops;
+        vae__value v;
+        VAE__TRY(vae__convs(m, mod, x, &o, j, NULL, &v));
+        const rocq_tensor part = vae__frames_of(&v, &o);
+        VAE__TRY(vae__group_stats(m, &m->net->convs[mod->first + j], &part, true, at == 0));
+        memcpy(m->stack.level, levels, sizeof levels);
+        // Planning, the second band stands for those up to the last.
+        const int64_t skipped = m->planning && at == rows ? (h - 1) / rows - 2 : 0;
+        if (skipped <= 0) continue;
+        m->flops += (double)skipped * (m->flops - flops);
+        at += skipped * rows;
+    }
+    return ROCQ_OK;
+}
+
+// Room for a band of what convolution j writes: its new rows, and those before them that the next
+// convolution reads once more.
+static rocq_result vae__new_band(vae_model *m, const vae_conv *c, int32_t side, int64_t rows,
+                                 const int64_t size[2], vae__value *band) {
+    const vae__span o = {{0, 0}, {size[0], rows < size[1] ? rows : size[1]}};
+    return vae__new(m, side, m->inner, c->m, size, &o, 1, band);
+}
+
+// Moves a band on to where its next rows, from row `at` on, follow the two before them.
+static rocq_result vae__advance(vae_model *m, vae__value *band, int64_t at, bool up) {
+    const int64_t n = band->span.n[1], h = band->size[1];
+    const vae__span last = vae__rows(band->size, at - 2, at, up);
+    const rocq_tensor from = vae__frames_of(band, &last);
+    band->span.at[1] = up ? h - at + 2 - n : at - 2;
+    const rocq_tensor to = vae__frames_of(band, &last);
+    const rocq_cast_params copy = {.y = &to, .x = &from};
+    VAE__RUN(m, cast, &copy);
+    return ROCQ_OK;
+}
+
+// Module i, its result in the place of x. Of what is between its convolutions there are bands, and
+// a convolution further from the result is a row further on: so rows of x are read before rows of
+// the result replace them, and none of what is between is computed twice. Through a shortcut rows
+// of the result are shorter; they lie where x ends on the stack, so from the other side of it the
+// bands go up.
+static rocq_result vae__bands(vae_model *m, int32_t i, int32_t tile, const vae__value *x,
+                              vae__value *out) {
+    const vae_module *mod = &m->net->modules[i];
+    vae_conv *convs = &m->net->convs[mod->first];
+    const int32_t n = mod->n, other = !x->side;
+    const bool shortcut = mod->residual == VAE__OF_SHORTCUT, up = shortcut && x->side != 0;
+    const int64_t h = x->size[1], rows = tile * h / m->full[1], n_bands = (h + rows - 1) / rows;
+    const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
+    vae__value band[4], y = *x, brief;
+    m->inline_stats = false;
+    for (int32_t j = 0; j < n; j++) {
+        if (convs[j].norm != VAE__GROUP_NORM) continue;
+        const rocq_tensor all = vae__frames_of(x, &x->span);
+        if (j == 0) VAE__TRY(vae__group_stats(m, convs, &all, false, true));
+        else VAE__TRY(vae__gather_bands(m, mod, j, rows, x));
+    }
+    if (shortcut) {
+        int64_t size;
+        const int64_t ne[4] = {convs[n].m, x->size[0], h, 1};
+        VAE__TRY(rocq_row_size(m->stream, ne[0] * ne[1] * h, &size));
+        size = (size + 255) / 256 * 256;
+        const int64_t at = x->side == 0 ? x->full.offset : m->stack.buffer.size - x->mark - size;
+        VAE__TRY(rocq_tensor_init(&y.full, &m->stack.buffer, at, m->stream, 4, ne));
+        y.end = x->mark + size;
+        VAE__TRY(vae__new_band(m, &convs[n], other, rows, x->size, &brief));
+    }
+    for (int32_t j = 0; j < n - 1; j++) {
+        VAE__TRY(vae__new_band(m, &convs[j], other, rows + n, x->size, &band[j]));
+        if (up) band[j].span.at[1] = h - band[j].span.n[1];
+    }
+    for (int64_t k = 0; k < n_bands; k++) {
+        const int64_t done = k * rows, end = k == n_bands - 1 ? h : done + rows;
+        const vae__span o = vae__rows(x->size, done, end, up);
+        const double flops = m->flops;
+        for (int32_t j = 0; j < n - 1; j++) {
+            const int64_t ahead = n - 1 - j;
+            const int64_t from = k == 0 ? 0 : done + ahead < h ? done + ahead : h;
+            const int64_t to = end + ahead < h ? end + ahead : h;
+            if (k > 0) VAE__TRY(vae__advance(m, &band[j], from, up));
+            if (from == to) continue;
+            const vae__span part = vae__rows(x->size, from, to, up);
+            const rocq_tensor t = vae__frames_of(&band[j], &part);
+            VAE__TRY(vae__conv(m, &convs[j], j == 0 ? x : &band[j - 1], &part, &t, NULL));
+        }
+        rocq_tensor residual = vae__frames_of(x, &o);
+        if (shortcut) {
+            brief.span.at[1] = o.at[1];
+            residual = vae__frames_of(&brief, &o);
+            VAE__TRY(vae__conv(m, &convs[n], x, &o, &residual, NULL));
+        }
+        const rocq_tensor t = vae__frames_of(&y, &o);
+        VAE__TRY(vae__conv(m, &convs[n - 1], &band[n - 2], &o, &t, &residual));
+        if (!m->planning || k != 1 || n_bands <= 3) continue;
+        m->flops += (double)(n_bands - 3) * (m->flops - flops);
+        k = n_bands - 2; // the second stood for those up to the last
+        for (int32_t j = 0; j < n - 1; j++) {
+            band[j].span.at[1] += (up ? -1 : 1) * (n_bands - 3) * rows;
+        }
+    }
+    memcpy(m->stack.level, levels, sizeof levels);
+    m->stack.level[x->side] = y.end;
+    *out = y;
+    return ROCQ_OK;
+}
+
+// ---------------------------------------------------------------------------------------------
 // Tiles and chunks that overlap
 // ---------------------------------------------------------------------------------------------
 
@@ -717,12 +859,13 @@ static rocq_result vae__chunks(vae_model *m, int32_t a, int32_t b, const vae__va
 // first the norms one after the other, each by all tiles up to there, then all the way. A tile goes
 // through all chunks of a video before the next begins: what convolutions keep of a chunk for the
 // next is as much as many frames of the result, and of a tile it is small.
-static rocq_result vae__segment(vae_model *m, int32_t a, int32_t b, int32_t tile, vae__value *x,
-                                vae__value *out) {
+static rocq_result vae__segment(vae_model *m, int32_t a, int32_t b, int32_t tile, bool bands,
+                                vae__value *x, vae__value *out) {
     const bool last = b == m->net->n_modules, owned = x->owned;
     const vae__span whole = vae__whole(m->size[b]);
     m->inline_stats = tile == 0;
     m->first_chunk = true;
+    if (bands) return vae__bands(m, a, tile, x, out);
     if (tile == 0 && m->chunks.n == 1) {
         VAE__TRY(vae__chain(m, a, b, x, &whole, 0, NULL, out));
         return last ? vae__emit(m, out, &whole) : ROCQ_OK;
