@@ -1470,6 +1470,8 @@ typedef struct rocq_conv_params {
                                     // rounded to F16, it is multiplied by x_scale before, and the
                                     // sums are divided by it. Results in F32 do not depend on it
     rocq_precision precision;       // F32 on the CPU, F16 on a GPU
+    bool whole_sums;                // a GPU has no sums in parts, by more blocks where y is small:
+                                    // less scratch memory, and a longer time
 } rocq_conv_params;
 
 // Mean and rstd for the norms of rocq_conv. With moments a picture may come in tiles: each call
@@ -20267,6 +20269,7 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     // Chosen by the tiles of one frame, so that a video has the same bits in chunks and as a whole.
     const double at_once = (lds < 0 ? 2.0 : 1.0) * chip->n_units; // blocks
     args.n_splits = rocq__conv_splits(at_once, tiles, (int64_t)args.kt * args.slices);
+    if (p->whole_sums) args.n_splits = 1;
     if (args.n_splits > 1) {
         const int64_t ne[4] = {s.m, args.n_splits, p->y->ne[1] * p->y->ne[2], frames};
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, s.m);

@@ -230,7 +230,8 @@ static rocq_result vae__conv(vae_model *m, vae_conv *c, const vae__value *x, con
         .norm_bias = vectors[VAE__NORM_BIAS],
         .kw = c->k, .kh = c->k, .kt = c->kt, .stride = c->stride, .upsample = c->upsample,
         .pad_x = pad[0], .pad_y = pad[1], .x_activation = c->before, .activation = c->after,
-        .x_scale = wide ? 1.0f / 64 : 0, .precision = m->options.precision};
+        .x_scale = wide ? 1.0f / 64 : 0, .precision = m->options.precision,
+        .whole_sums = m->plan.whole_sums};
     if (m->last_conv >= 0) m->net->convs[m->last_conv].follower = index;
     m->last_conv = index;
     if (!m->planning) VAE__TRY(vae__bring(m, index));
@@ -471,7 +472,7 @@ static rocq_result vae__time(vae_model *m, const vae_module *mod, const vae__val
 
 // Whether module i can run so: two convolutions or more, all of 3 x 3, to which the input is added,
 // or 1 x 1 of it with at most as many channels. Values of a video go through in chunks instead.
-static bool vae__bandable(const vae_model *m, int32_t i) {
+static bool vae__bandable(const vae_model *m, int32_t i, int32_t tile) {
     const vae_module *mod = &m->net->modules[i];
     const vae_conv *convs = &m->net->convs[mod->first];
     if (m->video || mod->kind != VAE__CONVS || mod->n < 2 || mod->residual == VAE__NO_RESIDUAL) {
@@ -481,6 +482,7 @@ static bool vae__bandable(const vae_model *m, int32_t i) {
         const vae_conv *c = &convs[j];
         if (c->k != 3 || c->pad != 1 || c->stride != 1 || c->upsample != 1) return false;
     }
+    if (tile * m->size[i][1] / m->full[1] < 4) return false; // see vae__advance
     // The last of what a side of the stack has ends at most 255 bytes before it, of either value.
     const int64_t less = mod->residual == VAE__OF_SHORTCUT ? convs->c - convs[mod->n].m : 0;
     return less == 0 || (less > 0 && 2 * less * m->size[i][0] >= 256);
@@ -522,7 +524,8 @@ static rocq_result vae__new_band(vae_model *m, const vae_conv *c, int32_t side, 
     return vae__new(m, side, m->inner, c->m, size, &o, 1, band);
 }
 
-// Moves a band on to where its next rows, from row `at` on, follow the two before them.
+// Moves a band on to where its next rows, from row `at` on, follow the two before them. There are
+// four at least, so the two do not overlap their new places.
 static rocq_result vae__advance(vae_model *m, vae__value *band, int64_t at, bool up) {
     const int64_t n = band->span.n[1], h = band->size[1];
     const vae__span last = vae__rows(band->size, at - 2, at, up);
