@@ -4745,7 +4745,7 @@ DEV void matmul_lds(const rocq_k_matmul_args &a) {
                  blocks * rows / 64) {                                                \
         if constexpr (WMMA_TILES) matmul_lds<columns, rows, steps, ahead>(a);         \
     }
-ROCQ_K_LDS_TILES(ROCQ_X, )
+ROCQ_K_LDS_FORWARD_TILES(ROCQ_X, )
 #undef ROCQ_X
 
 // matmul of the other formats, but F32, on such chips: as matmul_lds, with w decoded to F16 into

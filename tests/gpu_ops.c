@@ -2973,11 +2973,20 @@ static void test_lds_tiles(void **state) {
             note_tile(&alone, of_dw != 0, used[of_dw]);
         }
     }
+    gpu->gpu->chip.n_units = 1;
+    for (int i = 0; i < 2; i++) { // by the tile that the backward does not have
+        const product s = {.w = ROCQ_F16, .x = floats[i], .y = floats[1 - i], .m = 127, .n = 100,
+                           .k = 520, .precision = ROCQ_PRECISION_F16, .bias = i == 0,
+                           .residual = i == 1, .x_batch = {i + 1, 1}};
+        check_product(&s);
+    }
     gpu->gpu->chip.lds_tiles = first;
     gpu->gpu->chip.n_units = n_units;
     random_state = state_before;
-    for (int i = 0; i < ROCQ__LDS_TILES; i++) {
+    for (int i = 0; i < ROCQ__LDS_FORWARD_TILES; i++) {
         assert_true(gpu->gpu->launches[rocq__lds_tiles[i].matmul] > 0);
+    }
+    for (int i = 0; i < ROCQ__LDS_TILES; i++) {
         assert_true(gpu->gpu->launches[rocq__lds_tiles[i].backward] > 0);
         assert_true(used[0][i] && used[1][i]);
     }
