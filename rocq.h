@@ -2762,7 +2762,7 @@ enum {
     ROCQ_K_ROW_THREADS = 256, // of a block of softmax, which computes one row
     ROCQ_K_NORM_THREADS = 512,// of a block of norm, which computes one row
     ROCQ_K_ATTEND_RUN = 128,  // fewest positions that one of several blocks of attention takes
-    ROCQ_K_STEP_RUN = 512,    // most positions of a block that takes one head (step)
+    ROCQ_K_STEP_RUN = 512,    // attention_step: a head with up to so many positions may be one run
     ROCQ_K_CONV_W = 8,        // a block of a conv: columns and rows of y
     ROCQ_K_CONV_H = 16,
     ROCQ_K_CONV_PATCH = 180,  // most positions of z in LDS: 3x3 taps of such a block
@@ -3180,10 +3180,10 @@ typedef struct rocq_k_matmul_args {
 //   work      n_splits > 1: n_tiles n_kv_heads n_seqs n_splits (D + 2) columns-of-a-block floats
 //   counter   n_splits > 1: n_tiles n_kv_heads n_seqs words, zero before and after. By it a block
 //             knows that it is the last of its tile, and merges
-//   step      of attention_decode: while a sequence has up to ROCQ_K_STEP_RUN positions, a block
-//             takes one head; where a KV head has one head, also while it has half of that for each
-//             of four runs or more. n_q and n_tiles are 1 then, K and V plain F16, Q F32, all in
-//             rows of whole 16 bytes, and there is no mask, cap, window, sink or lse
+//   step      0, but for attention_step, whose blocks have one head each: most runs of a head, and
+//             n_splits is group step then, group fastest; work has step (D + 2) floats and counter
+//             a word for each head of a sequence. n_q and n_tiles are 1, K and V plain F16, Q F32,
+//             all in rows of whole 16 bytes, and there is no mask, cap, window, sink or lse
 // The launches of a cut grid must run one after the other, since they may share tiles.
 typedef struct rocq_k_attention_args {
     rocq_k_common common;
@@ -3432,6 +3432,8 @@ enum {
 #define ROCQ_K_ATTENTION(X, d)                          \
     X(attention_decode_##d, rocq_k_attention_args, 128) \
     X(attention_prefill_##d, rocq_k_attention_args, 128)
+#define ROCQ_K_STEP_DIMS(F, X) F(X, 64) F(X, 128)
+#define ROCQ_K_ATTENTION_STEP(X, d) X(attention_step_##d, rocq_k_attention_args, 128)
 
 #define ROCQ_K_ATTENTION_BACKWARD(X, d) \
     X(attention_backward_##d, rocq_k_attention_backward_args, ROCQ_K_BACK_THREADS(d))
@@ -3505,6 +3507,7 @@ enum {
     ROCQ_K_ALL_FORMATS(ROCQ_K_EXPERTS_F32, X)                \
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATMUL_EXPERTS, X)             \
     ROCQ_K_HEAD_DIMS(ROCQ_K_ATTENTION, X)                    \
+    ROCQ_K_STEP_DIMS(ROCQ_K_ATTENTION_STEP, X)               \
     X(norm, rocq_k_norm_args, 512)                           \
     X(rope, rocq_k_rope_args, 256)                           \
     X(map, rocq_k_map_args, 256)                             \
@@ -19712,7 +19715,8 @@ static void rocq__job_rotation_append(rocq__job *job, const rocq_rope_append_par
 enum {
     ROCQ__ATTENTION_BLOCKS = 2,      // blocks resident on a compute unit
     ROCQ__ATTENTION_FLIGHT = 16384,  // bytes of K and V that a block has in flight
-    ROCQ__ATTENTION_MERGE = 8192 // bytes of parts that a block has in flight while it merges them
+    ROCQ__ATTENTION_MERGE = 8192, // bytes of parts that a block has in flight while it merges them
+    ROCQ__ATTENTION_STEP = 40960 // attention_step: most positions times heads of a group
 };
 
 #define ROCQ_X(X, d) d,
@@ -19800,15 +19804,17 @@ static bool rocq__attention_aligned(const rocq_tensor *t) {
     return (((uint64_t)(uintptr_t)k.data | (uint64_t)all) & 15) == 0;
 }
 
-// Whether attention is of a decode step of the kind that attention_decode does by a head a block
-// while sequences are short: one query, K and V in plain F16, and nothing but causal. It looks at
-// no tuned configuration, and at nothing of a rope_append before it, so that results are the same
-// with and without that in the launch.
+// Whether attention is of a decode step of the kind that attention_step does: one query, K and V in
+// plain F16, and nothing but causal. Each head of a group reads K and V, which for long sequences
+// takes longer than attention_decode, where all heads of a group are in one block. It looks at no
+// tuned configuration, and at nothing of a rope_append before it, so that results are the same with
+// and without that in the launch.
 static bool rocq__attention_steps(const rocq_attention_params *p) {
     const rocq_tensor *const kv[2] = {p->k, p->v};
-    const int64_t d = p->q->ne[0];
+    const int64_t d = p->q->ne[0], group = p->q->ne[1] / p->k->ne[1];
+    const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
     if (p->mask || p->sinks || p->lse || p->softcap > 0.0f || p->window > 0 || p->q->ne[2] != 1 ||
-        p->q->ne[1] / p->k->ne[1] > ROCQ_K_DECODE_COLUMNS || (d != 64 && d != 128) ||
+        group > ROCQ_K_DECODE_COLUMNS || (group > 1 && n_kv > ROCQ__ATTENTION_STEP / group) || (d != 64 && d != 128) ||
         p->q->format != ROCQ_F32 || !rocq__attention_aligned(p->q)) {
         return false;
     }
@@ -19838,11 +19844,15 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     const bool decode = rocq__attention_decodes(&site, config.tile_n);
     const int64_t n_tiles = (columns + tile - 1) / tile, blocks = n_tiles * n_kv_heads * n_seqs;
     const int64_t group = n_heads / n_kv_heads;
-    const bool step = decode && n_tiles == 1 && rocq__attention_steps(p);
-    int64_t n_splits = blocks <= ROCQ__COUNTERS ? config.n_splits : 1;
-    // A block for each head, where the chip has them.
-    if (step && n_splits < group && blocks * group <= rocq__chip_of(job->ctx)->n_units)
-        n_splits = group;
+    const int64_t heads = n_heads * n_seqs, units = rocq__chip_of(job->ctx)->n_units;
+    int64_t n_splits = blocks <= ROCQ__COUNTERS ? config.n_splits : 1, runs = 0;
+    // In a step a block for each head, where the chip has them, and for each of its runs.
+    if (decode && n_tiles == 1 && (group == 1 || heads <= units) && rocq__attention_steps(p)) {
+        const int64_t most = (int64_t)site.n * head_dim / ROCQ__ATTENTION_FLIGHT;
+        runs = heads <= ROCQ__COUNTERS ? ROCQ__ATTENTION_BLOCKS * units / heads : 1;
+        runs = ROCQ__MAX(ROCQ__MIN(runs, most), 1);
+        n_splits = group * runs;
+    }
     if (columns > INT32_MAX / 2 || columns * group > UINT32_MAX) {
         job->result =
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
@@ -19877,7 +19887,7 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     args.causal = p->causal;
     args.n_splits = (int32_t)n_splits;
     args.n_tiles = (int32_t)n_tiles;
-    args.step = step;
+    args.step = (int32_t)runs;
     if (job->before) {
         const rocq_rope_append_params *append = job->before->append;
         args.append[0] = rocq__k_tensor(append->k);
@@ -19890,12 +19900,13 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "attention: KV rows 4 GiB apart on the GPU");
         return;
     }
-    if (n_splits > 1) {
-        const int64_t part[4] = {head_dim + 2, tile, blocks, n_splits}; // O, m and l of a column
+    if (runs > 0 ? runs > 1 : n_splits > 1) {
+        const int64_t part[4] = {head_dim + 2, runs > 0 ? 1 : tile, runs > 0 ? heads : blocks,
+                                 runs > 0 ? runs : n_splits}; // O, m and l of a column
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, part, part[0]);
         args.work = (float *)rocq__device_data(&work);
         if (!job->planning && job->result == ROCQ_OK) {
-            job->result = rocq__counters_hip(job->ctx, blocks, &args.counter);
+            job->result = rocq__counters_hip(job->ctx, part[2], &args.counter);
         }
     }
     // The time cap must not be too late: as if every query saw all that is there, and with K and V
@@ -19908,9 +19919,10 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     job->cost = rocq__job_cost(job, ROCQ_OP_ATTENTION, &all);
     const double once = 8.0 * (double)rocq_tensor_count(p->q); // bytes of q and out
     job->cost.bytes = once + (job->cost.bytes - once) * (double)n_tiles;
-    rocq__job_launch(job,
-                     (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size,
-                     blocks * n_splits, 1, 128, &args);
+    const int kernel =
+        runs > 0 ? (head_dim == 64 ? ROCQ_K_attention_step_64 : ROCQ_K_attention_step_128)
+                 : (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size;
+    rocq__job_launch(job, kernel, blocks * n_splits, 1, 128, &args);
 }
 
 // -- rmsnorm, layernorm --
@@ -23096,9 +23108,9 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
     return reads;
 }
 
-// rope_append into attention for one token (kernel attention_decode). Each block rotates the
+// rope_append into attention for one token (kernels attention_decode and attention_step). Each block rotates the
 // queries that it needs, and a block that reads the new position first rotates the key; such a
-// block, or in a short step the first one, stores it and the value in the caches. Rotated queries
+// block, or of attention_step the first one, stores it and the value in the caches. Rotated queries
 // are not stored, so nothing may read q behind the attention, unless that writes its result there.
 // As blocks do not wait for each other, the attention may write nothing that rope_append reads, and
 // rope_append nothing but the caches that the attention reads.

@@ -6328,12 +6328,11 @@ DEV void attend_append(const rocq_k_attention_args &a0, f16 *q_tile, float *scra
     block_sync();
 }
 
-// A decode step of a short sequence with plain F16 rows (args.step): what attention_decode does
-// then. It has a tenth of the code, because a step's other kernels evict it between two launches;
-// it requests K and V before it rotates Q, and it stages no tiles. A block has one column, that is
-// one head: of one run of the positions where the head has its KV head to itself, else of all of
-// them, and the first blocks of a KV head are its group's. The waves of a block take KV tiles in
-// turn.
+// A decode step over plain F16 rows (attention_step, args.step). A kernel of its own with a tenth of
+// attention_decode's code, because a step's weights evict all code from the caches between two
+// launches; it requests K and V before it rotates Q, and it stages no tiles. A block has one head
+// and a run of its positions, and the blocks of a run of a KV head's group lie side by side. The
+// waves of a block take KV tiles in turn.
 //
 //   D                  64   128
 //   LANES of a row      8    16    each with 8 elements, 16 bytes
@@ -6349,8 +6348,8 @@ DEV void attend_append(const rocq_k_attention_args &a0, f16 *q_tile, float *scra
 // the waves are added up. With several runs that goes to work, o and then m and l; in the last
 // block of a head to finish, its waves take the runs in turn, leave their sums in LDS, and these
 // are added up as before.
-// LDS     4 or 5 KB of attention_decode's: Q and the new rows of K and V in F16, angles, a wave's
-//         weights and rows of pages, sums of the waves
+// LDS     4 or 5 KB: Q and the new rows of K and V in F16, angles, a wave's weights and rows of
+//         pages, sums of the waves
 // Values  Q is rounded to F16, weights and sums are F32. A NaN or infinity in V stays in its column
 // Bytes   K and V once from memory, and once for each head of the group from the caches
 template <int D> struct attend_step_shape {
@@ -6374,7 +6373,7 @@ template <int D> struct attend_step_shape {
         SUMS_AT = WORD_AT + 16,
         BYTES = SUMS_AT + WAVES * D * 4
     };
-    static_assert(BYTES <= attend_lds<attend_decode_shape<D>>::BYTES, "the LDS of both");
+    static_assert(SUMS_AT % 16 == 0, "sums are read in words of 16 bytes");
 };
 
 // Adds v of two lanes `mask` apart: each keeps half of the N elements, the upper lane the upper.
@@ -6387,9 +6386,10 @@ template <int mask, int N> DEV void attend_halve(float (&v)[8]) {
     }
 }
 
-// False: the sequence is too long for the blocks, and nothing was done.
-template <int D> DEV bool attend_step(const rocq_k_attention_args &a, u32x4 *lds) {
+template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
     typedef attend_step_shape<D> S;
+    LDS(u32x4, lds, S::BYTES / 16);
+    if (a.n_splits == 0) return;
     char *const at = (char *)lds;
     f16 *const q_row = (f16 *)at;
     float *const sine = (float *)(at + S::ANGLES_AT), *const cosine = sine + D / 2;
@@ -6405,9 +6405,8 @@ template <int D> DEV bool attend_step(const rocq_k_attention_args &a, u32x4 *lds
     const int split = (int)(block - tile_index * n_splits);
     const int seq = a.n_seqs == 1 ? 0 : (int)(tile_index / (uint32_t)a.n_kv_heads);
     const int kv_head = (int)tile_index - seq * a.n_kv_heads;
-    const bool alone = a.group == 1;
-    const int run = alone ? split : 0; // of a group, blocks past its heads are idle
-    const int head = kv_head * a.group + (alone ? 0 : min(split, a.group - 1));
+    const int run = (int)((uint32_t)split / (uint32_t)a.group);
+    const int head = kv_head * a.group + split - run * a.group;
 
     // A thread has a quad of Q, or of the new K or of the new V.
     const bool append = a.rotation.pos != 0;
@@ -6441,13 +6440,12 @@ template <int D> DEV bool attend_step(const rocq_k_attention_args &a, u32x4 *lds
         }
     }
     // To merge two or three runs takes as long as to have one that is longer.
-    const int n = alone ? min(len / ROCQ_K_ATTEND_RUN, a.n_splits) : 1;
-    const bool one = n < 4;
-    if (a.n_splits < a.group || len > (one ? ROCQ_K_STEP_RUN : n * (ROCQ_K_STEP_RUN / 2)))
-        return false;
-    const int length = one ? len : ((len + n - 1) / n + 31) / 32 * 32;
-    const int n_runs = one ? 1 : (len + length - 1) / length;
-    if (run >= n_runs || (!alone && split >= a.group)) return true;
+    enum { ROUND = S::TILE * S::WAVES };
+    const int most = min(len / ROUND, a.step);
+    const int n = most < 4 && len <= ROCQ_K_STEP_RUN ? 1 : max(most, 1);
+    const int length = ((len + n - 1) / n + S::TILE - 1) / S::TILE * S::TILE;
+    const int n_runs = (len + length - 1) / length;
+    if (run >= n_runs) return;
     const int begin = run * length, end = min(begin + length, len);
 
     const bool paged = a.page_table != 0;
@@ -6636,12 +6634,11 @@ template <int D> DEV bool attend_step(const rocq_k_attention_args &a, u32x4 *lds
         return r;
     };
     if (n_runs > 1) {
-        // Where the general way has the results of this tile: other sequences may go that way.
-        enum { TILE_RESULTS = attend_decode_shape<D>::COLUMNS * S::RESULT };
-        float *const results = a.work + (int64_t)tile_index * a.n_splits * TILE_RESULTS;
+        const int64_t of_head = head + (int64_t)a.n_heads * seq;
+        float *const results = a.work + of_head * a.step * S::RESULT;
         static_assert(3 * S::QUADS <= S::THREADS, "no thread has two quads");
         if (thread < S::QUADS) {
-            float *const own_result = results + split * S::RESULT;
+            float *const own_result = results + run * S::RESULT;
             const result r = add_waves(4 * thread);
             gstore((u32x2 *)own_result + 2 * thread,
                    make2(bits<uint32_t>(r.x[0]), bits<uint32_t>(r.x[1])));
@@ -6652,8 +6649,8 @@ template <int D> DEV bool attend_step(const rocq_k_attention_args &a, u32x4 *lds
                        make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
         }
         uint32_t *const word = (uint32_t *)(at + S::WORD_AT),
-                 *const counter = a.counter + tile_index;
-        if (block_ticket(counter, word) != (uint32_t)n_runs - 1) return true;
+                 *const counter = a.counter + of_head;
+        if (block_ticket(counter, word) != (uint32_t)n_runs - 1) return;
         if (thread == 0) gstore(counter, 0u);
 
         // A wave takes every WAVES-th run, with the loads of AHEAD in flight; a lane has pairs of
@@ -6712,23 +6709,16 @@ template <int D> DEV bool attend_step(const rocq_k_attention_args &a, u32x4 *lds
         put4(a.out, is_wide(a.out), row_of(a.out, head, 0, seq), (uint32_t)(head + a.n_heads * seq),
              d, lane < S::QUADS ? 4 : 0, r.x);
     }
-    return true;
 }
 
 // Decode is bound by memory, so a wave has K and V of its next tile in flight while it works on
 // this one. The loop needs no barriers except for the slices' sums. Q is read from LDS for every
 // tile, because the prefetched data takes the registers.
-template <int D> DEV void attend_decode(const rocq_k_attention_args &a0) {
+template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     typedef attend_decode_shape<D> S;
     LDS(u32x4, lds, attend_lds<S>::BYTES / 16);
-    if (a0.n_splits == 0) return;
-    enum { STEPS = D == 64 || D == 128 };
-    if constexpr (STEPS) {
-        if (a0.step && attend_step<D>(a0, lds)) return;
-    }
-    const rocq_k_attention_args &a = STEPS ? reread(a0) : a0; // so that no register keeps them
-    const int lane = STEPS ? recomputed(lane_index()) : lane_index(),
-              wave = wave_read(wave_index(), 0);
+    if (a.n_splits == 0) return;
+    const int lane = lane_index(), wave = wave_read(wave_index(), 0);
     const attend_role w = attend_role_of<S>(wave);
     f16 *const tile = (f16 *)((char *)lds + wave * S::WAVE_BYTES);
     const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
@@ -6892,6 +6882,11 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
         else attend_decode<d>(a);                                                                  \
     }
 ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
+#undef ROCQ_X
+
+#define ROCQ_X(X, d) \
+    KERNEL(attention_step_##d, rocq_k_attention_args, 128) { attend_step<d>(a); }
+ROCQ_K_STEP_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
 
 // ---------------------------------------------------------------------------------------------

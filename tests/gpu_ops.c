@@ -563,7 +563,7 @@ typedef struct attend {
     int64_t d, n_heads, n_kv_heads, n_q, n_kv, n_seqs;
     rocq_format q, out, k, v;
     bool causal, mask, mask_heads, sinks, kv_len, in_place, hadamard;
-    bool step; // of the kind that attention_decode does by a head a block, if it is short
+    bool step; // of the kind that attention_step does
     int32_t window, page_size;
     int64_t shorter; // with kv_len: of every second sequence, if not 0
     float softcap;
@@ -705,8 +705,8 @@ static void test_attention_long(void **state) {
     }
 }
 
-// A decode step by a head a block, or by the general way where that is too long for the blocks:
-// groups of 1 to 16 heads, lengths about a tile's, a run's and the limits', sequences of different
+// A decode step by a head a block, or by attention_decode where a group has more heads than the chip
+// has units: groups of 1 to 16 heads, lengths about a tile's, a run's and the limits', sequences of different
 // lengths, pages, and results in every format.
 static void test_attention_step(void **state) {
     (void)state;
@@ -744,10 +744,8 @@ static int launch_shuffled(const void *stub, unsigned grid_x, unsigned grid_z, u
     return error;
 }
 
-// Sequences of one launch of which some go by a head a block and the others, which are too long for
-// that, by the general way: both have runs that are merged, and blocks of all of them run at once,
-// or, on the stand-in, in turn. What one way leaves in scratch memory and counters must not be the
-// other's.
+// Sequences of one launch of which some have one run and others several that are merged: blocks of
+// all of them run at once, or, on the stand-in, in turn.
 static void test_attention_step_mixed(void **state) {
     (void)state;
     const uint64_t saved = random_state;
@@ -757,8 +755,7 @@ static void test_attention_step_mixed(void **state) {
     in_order = gpu->gpu->hip;
     shuffled = *in_order;
     shuffled.launch = launch_shuffled;
-    // With two units for each head, a head alone goes by a head a block up to 1024 positions, in
-    // runs, and a group up to 512.
+    // With two units for each KV head, a head alone has up to four runs, and a group's one.
     static const struct { int64_t group, n_kv_heads, d, shorter; } sizes[] = {
         {1, 4, 128, 550}, {1, 8, 64, 700}, {3, 2, 64, 200}};
     for (int i = 0; i < 4; i++) {
