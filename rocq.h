@@ -19814,7 +19814,8 @@ static bool rocq__attention_steps(const rocq_attention_params *p) {
     const int64_t d = p->q->ne[0], group = p->q->ne[1] / p->k->ne[1];
     const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
     if (p->mask || p->sinks || p->lse || p->softcap > 0.0f || p->window > 0 || p->q->ne[2] != 1 ||
-        group > ROCQ_K_DECODE_COLUMNS || (group > 1 && n_kv > ROCQ__ATTENTION_STEP / group) || (d != 64 && d != 128) ||
+        group > ROCQ_K_DECODE_COLUMNS || (group > 1 && n_kv > ROCQ__ATTENTION_STEP / group) ||
+        (d != 64 && d != 128) ||
         p->q->format != ROCQ_F32 || !rocq__attention_aligned(p->q)) {
         return false;
     }
@@ -23108,12 +23109,12 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
     return reads;
 }
 
-// rope_append into attention for one token (kernels attention_decode and attention_step). Each block rotates the
-// queries that it needs, and a block that reads the new position first rotates the key; such a
-// block, or of attention_step the first one, stores it and the value in the caches. Rotated queries
-// are not stored, so nothing may read q behind the attention, unless that writes its result there.
-// As blocks do not wait for each other, the attention may write nothing that rope_append reads, and
-// rope_append nothing but the caches that the attention reads.
+// rope_append into attention for one token (kernels attention_decode and attention_step). Each
+// block rotates the queries that it needs, and a block that reads the new position first rotates
+// the key; such a block, or of attention_step the first one, stores it and the value in the caches.
+// Rotated queries are not stored, so nothing may read q behind the attention, unless that writes
+// its result there. As blocks do not wait for each other, the attention may write nothing that
+// rope_append reads, and rope_append nothing but the caches that the attention reads.
 static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
     const rocq__node *next = node->next;
     const rocq_rope_append_params *append = (const rocq_rope_append_params *)node->params;

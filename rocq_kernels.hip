@@ -6328,11 +6328,11 @@ DEV void attend_append(const rocq_k_attention_args &a0, f16 *q_tile, float *scra
     block_sync();
 }
 
-// A decode step over plain F16 rows (attention_step, args.step). A kernel of its own with a tenth of
-// attention_decode's code, because a step's weights evict all code from the caches between two
-// launches; it requests K and V before it rotates Q, and it stages no tiles. A block has one head
-// and a run of its positions, and the blocks of a run of a KV head's group lie side by side. The
-// waves of a block take KV tiles in turn.
+// A decode step over plain F16 rows (attention_step, args.step). A kernel of its own with about a
+// third of attention_decode's code, because a step's weights evict all code from the caches between
+// two launches; it requests K and V before it rotates Q, and it stages no tiles. A block has one
+// head and a run of its positions, and the blocks of a run of a KV head's group lie side by side.
+// The waves of a block take KV tiles in turn.
 //
 //   D                  64   128
 //   LANES of a row      8    16    each with 8 elements, 16 bytes

@@ -705,9 +705,9 @@ static void test_attention_long(void **state) {
     }
 }
 
-// A decode step by a head a block, or by attention_decode where a group has more heads than the chip
-// has units: groups of 1 to 16 heads, lengths about a tile's, a run's and the limits', sequences of different
-// lengths, pages, and results in every format.
+// A decode step by a head a block, or by attention_decode where a group has more heads than the
+// chip has units: groups of 1 to 16 heads, lengths about a tile's, a run's and the limits',
+// sequences of different lengths, pages, and results in every format.
 static void test_attention_step(void **state) {
     (void)state;
     const uint64_t saved = random_state;
