@@ -3815,9 +3815,9 @@ KERNEL(route, rocq_k_route_args, 32) {
 // router: rmsnorm of one column of x, products of the result with F32 weights, and the choice of
 // experts; the logits that it goes by are the result of one of these products. Blocks and waves own
 // rows as in a matvec. Every block computes the norm for itself, as in matvec_row, and keeps the
-// normed x in LDS. One more block than have rows stores it, in F32 and, if row.y is set, in Q8_0, so
-// that no logit waits for that. The block that finishes last finds all logits in memory, and its
-// first wave chooses.
+// normed x in LDS. One more block, which has no rows, stores it, in F32 and, if row.y is set, in
+// Q8_0, so that no logit waits for that. The block that finishes last finds all logits in memory,
+// and its first wave chooses.
 // Geometry: see rocq_k_router_args. LDS: 17 KB. Bytes: w once, x and the norm's weight once a
 // block.
 enum {
