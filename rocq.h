@@ -21855,7 +21855,7 @@ static rocq_result rocq__check_rope_config(rocq_ctx *ctx, const char *op,
     if (p->n_ctx_orig < 0 || (p->ext_factor > 0.0f && p->n_ctx_orig == 0)) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: YaRN needs n_ctx_orig", op);
     }
-    return ROCQ__SHAPE(freq_factors, n_dims / 2, -1, -1, -1);
+    return ROCQ__SHAPE(freq_factors, n_dims / 2, 1, 1, 1); // of a KV cache no table checks them
 }
 
 static rocq_result rocq__check_rope(rocq_ctx *ctx, const char *op, const void *params) {

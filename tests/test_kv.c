@@ -956,6 +956,11 @@ static void test_bad_descs(void **state) {
     assert_int_equal(rocq_tensor_init(&wrong, &buffer, 0, ROCQ_F32, 1, wrong_ne), ROCQ_OK);
     assert_int_equal(rocq_kv_size(&bad, &bytes), ROCQ_E_SHAPE);
     assert_int_equal(rocq_kv_create(ctx, &kv, &bad), ROCQ_E_SHAPE);
+    const int64_t rows_ne[2] = {good.head_dim / 2, 2};
+    assert_int_equal(rocq_tensor_init(&wrong, &buffer, 0, ROCQ_F32, 2, rows_ne), ROCQ_OK);
+    assert_int_equal(rocq_kv_size(&bad, &bytes), ROCQ_E_SHAPE);
+    assert_int_equal(rocq_kv_create(ctx, &kv, &bad), ROCQ_E_SHAPE);
+    assert_non_null(strstr(rocq_error(ctx), "kv: freq_factors"));
     assert_int_equal(rocq_buffer_free(ctx, &buffer), ROCQ_OK);
     assert_int_equal(rocq_kv_create(ctx, &kv, NULL), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_kv_create(ctx, NULL, &good), ROCQ_E_ARGUMENT);
