@@ -496,6 +496,83 @@ static void test_exact_small(void **state) {
     close_all(&o);
 }
 
+// A model that is open decodes or encodes a request in bands wherever that is possible, whether or
+// not a plan would: odd heights, a last band of one row, bands higher than the value, and blocks
+// whose result is smaller, from either end of the stack.
+static void in_bands(vae_model *m, vae_net *net, const vae_request *job, int32_t tile) {
+    const bool decodes = net == &m->decoder;
+    vae_request exact = *job;
+    vae_plan plan;
+    int32_t n_bands = 0;
+    m->planned_net = NULL;
+    const rocq_result planned = decodes ? vae_plan_decode(m, job, &plan)
+                                        : vae_plan_encode(m, job, &plan);
+    assert_int_equal(planned, ROCQ_OK);
+    const int64_t room = 2 * plan.activation_bytes;
+    exact.tiling = VAE_EXACT;
+    exact.tile = tile;
+    assert_int_equal(decodes ? vae_plan_decode(m, &exact, &plan)
+                             : vae_plan_encode(m, &exact, &plan), ROCQ_OK);
+    m->plan.activation_bytes = room; // vae__plan keeps what it finds for a request like the last
+    m->n_segments = net->n_modules;
+    for (int32_t i = 0; i < net->n_modules; i++) {
+        vae__segment_of *of = &m->segments[i];
+        of->end = i + 1;
+        of->bands = i > 0 && vae__bandable(m, i, tile);
+        of->tile = of->bands ? tile : 0;
+        n_bands += of->bands;
+    }
+    assert_true(n_bands > 0);
+    const rocq_result result = decodes ? vae_decode(m, &exact) : vae_encode(m, &exact);
+    if (result != ROCQ_OK) fail_msg("%s", m->error);
+    assert_int_equal(m->n_segments, net->n_modules);
+}
+
+static void test_bands(void **state) {
+    static const struct {
+        const char *name;
+        int32_t w, h, tile;
+    } cut[] = {{"sd", 3, 13, 32}, {"sd", 5, 7, 40},  {"sd", 9, 6, 64},    {"sd", 1, 9, 48},
+               {"sd", 4, 1, 72},  {"sd", 2, 33, 32}, {"taesd", 2, 13, 32}, {"taesd", 4, 5, 40},
+               {"taesd", 3, 9, 64}};
+    (void)state;
+    for (size_t i = 0; i < sizeof cut / sizeof cut[0]; i++) {
+        const bool norms = strcmp(cut[i].name, "sd") == 0;
+        const int64_t area = (int64_t)cut[i].w * cut[i].h, count = 3 * 64 * area;
+        const vae_options options = {.n_groups = 4, .encoder = true};
+        float *in = floats(count), *whole = floats(count), *banded = floats(count);
+        rocq_ctx *ctx = open_context(0);
+        vae_model m;
+        open_model(&m, ctx, cut[i].name, &options);
+        for (int64_t j = 0; j < count; j++) in[j] = (float)(j * 7919 % 1009) / 1009;
+        for (int k = 0; k < 2; k++) {
+            vae_request job = {.width = cut[i].w, .height = cut[i].h, .tiling = VAE_WHOLE};
+            const int64_t n = k == 0 ? count : m.z * area;
+            if (k == 0) {
+                job.latents = in;
+                job.values = whole;
+                decode(&m, &job);
+                job.values = banded;
+            } else {
+                job.width *= 8;
+                job.height *= 8;
+                job.from_values = in;
+                job.to_latents = whole;
+                assert_int_equal(vae_encode(&m, &job), ROCQ_OK);
+                job.to_latents = banded;
+            }
+            for (int64_t j = 0; j < n; j++) banded[j] = NAN;
+            in_bands(&m, k == 0 ? &m.decoder : &m.encoder, &job, cut[i].tile);
+            CLOSE(banded, whole, n, norms ? 4e-6 : 0);
+        }
+        vae_close(&m);
+        rocq_close(&ctx);
+        free(in);
+        free(whole);
+        free(banded);
+    }
+}
+
 static void test_exact_encoder(void **state) {
     opened o;
     (void)state;
@@ -1799,7 +1876,7 @@ int main(void) {
         cmocka_unit_test(test_batches),        cmocka_unit_test(test_batches_in_parts),
         cmocka_unit_test(test_exact_sizes),
         cmocka_unit_test(test_exact_small),
-        cmocka_unit_test(test_exact_encoder),
+        cmocka_unit_test(test_exact_encoder),  cmocka_unit_test(test_bands),
         cmocka_unit_test(test_blend),          cmocka_unit_test(test_blend_video),
         cmocka_unit_test(test_blend_defaults),
         cmocka_unit_test(test_memory),         cmocka_unit_test(test_budgets),
