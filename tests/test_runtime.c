@@ -852,7 +852,8 @@ static void foreign_and_crooked_tensors_are_refused(void **state) {
     view = f;
     view.layout = ROCQ_LAYOUT_PLANAR;
     assert_int_equal(rocq_cast(ctx, &cast), ROCQ_E_UNSUPPORTED);
-    rocq_rope_append_params append = {.k = &f, .v = &f, .k_cache = &w, .v_cache = &w, .pos = &x};
+    rocq_tensor pos = device_tensor(ctx, ROCQ_I32, 1, 1);
+    rocq_rope_append_params append = {.k = &f, .v = &f, .k_cache = &w, .v_cache = &w, .pos = &pos};
     assert_int_equal(rocq_rope_append(ctx, &append), ROCQ_E_UNSUPPORTED);
 
     // More batches than a grid counts: one row, over and over.
