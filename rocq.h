@@ -23159,9 +23159,10 @@ static bool rocq__same_norm(const rocq_norm_params *a, const rocq_norm_params *b
 
 // RMSNorm into the F32 products of a router, and these into the choice of experts, for one token
 // (kernel router); before it there may be the same norm in Q8_0, for the experts. Blocks do not
-// wait for each other, and only the choice of experts runs after all of them: block 0 stores both
-// results of the norm while others still read its x and weight. So the products may write none of
-// these, and of a product only its x may overlap a result of the norm.
+// wait for each other. Only the choice of experts runs after all that have rows, but not after the
+// one that stores both results of the norm: that may still read the norm's x and weight then. So
+// neither the products nor the choice may write these, and nothing of both but the products' x may
+// overlap a result of the norm.
 static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__node *node,
                                             rocq__joined *before) {
     const rocq_norm_params *norm = (const rocq_norm_params *)node->params, *coded = NULL;
@@ -23179,7 +23180,8 @@ static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__nod
     if (!choice || products->op->id != ROCQ_OP_MATMUL || choice->op->id != ROCQ_OP_ROUTE ||
         !rocq__is_row(norm->x) || !rocq__is_row(norm->y) || norm->rstd ||
         (norm->weight && !rocq__aligned16(norm->weight)) || rocq__writes(products, norm->x) ||
-        rocq__writes(products, norm->weight)) {
+        rocq__writes(products, norm->weight) || rocq__writes(choice, norm->x) ||
+        rocq__writes(choice, norm->weight)) {
         return NULL;
     }
     const rocq_matmul_params *p = (const rocq_matmul_params *)products->params;
@@ -23198,6 +23200,9 @@ static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__nod
             if (!is_x && rocq__ranges_cross(range, rocq__range_of(&products->tensors[t]))) {
                 return NULL;
             }
+        }
+        for (int32_t t = 0; t < choice->n_tensors; t++) {
+            if (rocq__ranges_cross(range, rocq__range_of(&choice->tensors[t]))) return NULL;
         }
     }
     const rocq_route_params *route = (const rocq_route_params *)choice->params;

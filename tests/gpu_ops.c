@@ -2548,34 +2548,42 @@ static void test_graph_joins_router(void **state) {
     random_state = saved;
 }
 
-// Blocks do not wait for block 0 to store the norm's result, so a product that reads it as its
-// residual, gate or bias too is not joined.
+// No block waits for the one that stores the norm's result, nor does the choice. So what is not
+// joined: a product that reads that result as its residual, gate or bias too, a choice that reads it
+// as its bias, and one whose weights lie where the norm has its result, x or weight.
 static void test_graph_router_reads_norm(void **state) {
     (void)state;
     const uint64_t saved = random_state;
     random_state = 53;
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 8; i++) {
         const int64_t k = 256;
         box x = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1),
+            weight = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1),
             w = box_random(BOX_PLAIN, ROCQ_F32, 0.1f, k, k, 1, 1),
             y = box_make(BOX_PLAIN, ROCQ_F32, k, 1, 1, 1),
             logits = box_make(BOX_PLAIN, ROCQ_F32, k, 1, 1, 1),
             ids = box_make(BOX_PLAIN, ROCQ_I32, 4, 1, 1, 1),
             shares = box_make(BOX_PLAIN, ROCQ_F32, 4, 1, 1, 1);
-        const rocq_norm_params norm = {.y = &y.t, .x = &x.t};
+        const rocq_norm_params norm = {.y = &y.t, .x = &x.t, .weight = &weight.t};
         const rocq_matmul_params score = {.y = &logits.t, .w = &w.t, .x = &y.t,
                                           .residual = i == 1 ? &y.t : NULL,
                                           .gate = i == 2 ? &y.t : NULL,
                                           .bias = i == 3 ? &y.t : NULL};
-        const rocq_route_params route = {.ids = &ids.t, .weights = &shares.t, .logits = &logits.t};
+        const rocq_route_params route = {.ids = &ids.t, .weights = &shares.t, .logits = &logits.t,
+                                         .bias = i == 4 ? &y.t : NULL};
         joined j = {{ROCQ_OP_MATMUL}, {{{0}}}, 0};
         joined_add(&j, ROCQ_OP_RMSNORM, &norm);
         joined_add(&j, ROCQ_OP_MATMUL, &score);
         joined_add(&j, ROCQ_OP_ROUTE, &route);
-        box *const out[4] = {&y, &logits, &ids, &shares};
-        joined_check(&j, out, 4, i == 0 ? 1 : 3, say("router reads the norm, case %d", i));
-        box *const all[] = {&x, &w, &y, &logits, &ids, &shares};
-        for (int b = 0; b < 6; b++) box_free(all[b]);
+        rocq_tensor part;
+        if (i > 4) {
+            part = rocq_tensor_slice(moved(i == 5 ? &y.t : i == 6 ? &x.t : &weight.t), 0, 0, 4);
+            j.p[2].route.weights = &part;
+        }
+        box *const out[6] = {&y, &logits, &ids, &shares, &x, &weight};
+        joined_check(&j, out, 6, i == 0 ? 1 : 3, say("router reads the norm, case %d", i));
+        box *const all[] = {&x, &weight, &w, &y, &logits, &ids, &shares};
+        for (int b = 0; b < 7; b++) box_free(all[b]);
     }
     random_state = saved;
 }
