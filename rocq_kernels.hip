@@ -125,10 +125,10 @@ template <typename T> using as_given = typename as_given_type<T>::type;
 #include <cuda_runtime.h>
 
 #define DEV __attribute__((unused)) static __device__ __forceinline__
-// On Hopper a launch may begin while the last blocks of the one before it on the stream still run
-// (programmatic dependent launch, see entry_launch): its blocks take the places that are free, and
-// wait here until that launch has ended and what it stored can be seen. So most of the time between
-// two launches is hidden, and no kernel needs to know.
+// On Hopper a launch may begin before the one ahead of it on the stream has ended (programmatic
+// dependent launch, see entry_launch): as no kernel says that it may begin earlier, once all blocks
+// of that one have left. Its blocks wait here until what that launch stored can be seen. So most of
+// the time between two launches is hidden, and no kernel needs to know.
 DEV void launch_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -11672,12 +11672,13 @@ static const char *entry_error_name(int error) {
 }
 #if defined(__CUDACC__)
 // Whether the kernels are code for Hopper or later, which waits in launch_begin. Only then may a
-// launch begin before the one ahead of it has ended.
+// launch begin before the one ahead of it has ended. Code that the driver made for this GPU from
+// PTX of an older one does not wait, so what counts is what __CUDA_ARCH__ was: ptxVersion.
 static bool entry_waits() {
     static const bool waits = [] {
         cudaFuncAttributes code = {};
         return cudaFuncGetAttributes(&code, (const void *)&rocq_k_selftest) == cudaSuccess &&
-               code.binaryVersion >= 90;
+               code.ptxVersion >= 90;
     }();
     return waits;
 }
