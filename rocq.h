@@ -1470,8 +1470,8 @@ typedef struct rocq_conv_params {
                                     // rounded to F16, it is multiplied by x_scale before, and the
                                     // sums are divided by it. Results in F32 do not depend on it
     rocq_precision precision;       // F32 on the CPU, F16 on a GPU
-    bool whole_sums;                // a GPU has no sums in parts, by more blocks where y is small:
-                                    // less scratch memory, and a longer time
+    bool whole_sums;                // where y is small, a GPU splits K over several blocks and adds
+                                    // their sums; if set it does not: less scratch memory, slower
 } rocq_conv_params;
 
 // Mean and rstd for the norms of rocq_conv. With moments a picture may come in tiles: each call
@@ -21855,7 +21855,8 @@ static rocq_result rocq__check_rope_config(rocq_ctx *ctx, const char *op,
     if (p->n_ctx_orig < 0 || (p->ext_factor > 0.0f && p->n_ctx_orig == 0)) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: YaRN needs n_ctx_orig", op);
     }
-    return ROCQ__SHAPE(freq_factors, n_dims / 2, 1, 1, 1); // of a KV cache no table checks them
+    // All four sizes: the operand table covers ops, but a KV cache is checked by this call alone.
+    return ROCQ__SHAPE(freq_factors, n_dims / 2, 1, 1, 1);
 }
 
 static rocq_result rocq__check_rope(rocq_ctx *ctx, const char *op, const void *params) {
