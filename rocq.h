@@ -3145,7 +3145,7 @@ typedef struct rocq_k_experts_tiles {
 // y = epilogue(w x) over tiles; blockIdx.x counts tiles (see matmul_place), then splits of K,
 // blockIdx.z batches. With n_splits over 1 the sums go to work, floats [M, n_splits, N of all
 // batches], and matmul_merge follows, with tiles_m and tiles_n of ROCQ_K_MERGE_M rows by
-// ROCQ_K_MERGE_N columns.
+// ROCQ_K_MERGE_N columns. matmul_halves writes all of w to work in F16, 256 units a block.
 typedef struct rocq_k_matmul_args {
     rocq_k_common common;
     float *work;
@@ -3493,6 +3493,7 @@ enum {
     ROCQ_K_INT8_FORMATS(ROCQ_K_MATMUL_INT8, X)               \
     ROCQ_K_LDS_FORWARD_TILES(ROCQ_K_MATMUL_LDS, X)           \
     ROCQ_K_DECODED_FORMATS(ROCQ_K_MATMUL_LDS_DECODED, X)     \
+    X(matmul_halves, rocq_k_matmul_args, 256)                \
     X(matmul_f32, rocq_k_matmul_args, 256)                   \
     X(matmul_merge, rocq_k_matmul_args, 256)                 \
     X(route, rocq_k_route_args, 32)                          \
@@ -17352,6 +17353,7 @@ typedef struct rocq__chip {
     double flops_per_us;  // of the vector unit in F32
     double matrix_per_us; // of the matrix unit in F16
     bool lds_tiles;       // products in F16 take the kernels named _lds
+    int64_t halves_bytes; // most scratch memory for a matrix that these have decoded to F16 first
     bool guessed;         // bytes_per_us is a guess: the runtime has none, or unlisted is set
     bool unlisted;        // a gfx11 target that rocq__chips does not have
 } rocq__chip;
@@ -19356,10 +19358,60 @@ static bool rocq__takes_lds(const rocq__chip *chip, const rocq__site *s) {
            (s->m + ROCQ_K_MATMUL_M - 1) / ROCQ_K_MATMUL_M <= chip->n_units / 2;
 }
 
+// Whether w, of a format that is only read, is first decoded to F16 in scratch memory, as long as
+// that takes no more than chip->halves_bytes; if so, *tile and *n_splits become those of F16. ns is
+// the above estimate for tiles that decode w, which take longer than by it where codebooks are
+// looked up: on an H200 1.4 to 2.1 times, NVFP4 2.1 to 2.7. This way takes 1.3 to 1.4 times as long
+// as by its own estimate there, so the ratio of both counts here.
+enum { ROCQ__HALVES_BYTES = 1 << 27 };
+static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, const rocq__site *s,
+                               double ns, const rocq__lds_tile **tile, int32_t *n_splits) {
+    const int64_t count = rocq_tensor_count(w);
+    const double bytes = (double)rocq__bytes(w->format, count) + 2.0 * (double)count;
+    double own_ns = 0.0;
+    int32_t splits = 1;
+    rocq__site site = *s;
+    if (rocq__k_format(w->format) != rocq__k_format(ROCQ_NVFP4) || s->n <= 32 ||
+        2 * count > chip->halves_bytes) {
+        return false;
+    }
+    site.format = (int32_t)ROCQ_F16;
+    const rocq__lds_tile *best =
+        rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_FORWARD_TILES, &site,
+                       1700.0, -1, &splits, &own_ns);
+    own_ns += 2000.0 + 1e3 * bytes / chip->bytes_per_us;
+    if (own_ns >= (w->format == ROCQ_NVFP4 ? 1.9 : 1.2) * ns) return false;
+    *tile = best;
+    *n_splits = splits;
+    return true;
+}
+
+// w decoded to F16 in scratch memory. The bytes that the product reads are then those.
+static rocq_tensor rocq__product_halves(rocq__job *job, const rocq_tensor *w) {
+    const rocq_tensor halves = rocq__job_tensor(job, ROCQ_F16, ROCQ_LAYOUT_GGUF, w->ne, w->ne[0]);
+    const double count = (double)rocq_tensor_count(w);
+    const double bytes = (double)rocq__bytes(w->format, rocq_tensor_count(w));
+    const rocq__cost cost = {bytes + 2.0 * count, count, 0.0};
+    rocq__cost product = job->cost;
+    rocq_k_matmul_args args;
+    memset(&args, 0, sizeof args);
+    args.w = rocq__device_data(w);
+    args.w_units = rocq_tensor_count(w) / 32;
+    args.work = (float *)rocq__device_data(&halves);
+    args.format = (int32_t)w->format;
+    job->cost = cost;
+    rocq__job_launch(job, ROCQ_K_matmul_halves, (args.w_units + 255) / 256, 1, 256, &args);
+    product.bytes += 2.0 * count - bytes;
+    job->cost = product;
+    return halves;
+}
+
 // Launches a product as a grid of tiles, in which z counts the matrices.
 static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const rocq_tensor *x) {
+    rocq_tensor halves;
     const rocq_tensor *w = &g->w;
     const int64_t m = w->ne[1], n = x->ne[1], k = x->ne[0], n_matrices = x->ne[2] * x->ne[3];
+    const int64_t used = job->used; // when this returns, nothing that it takes is needed any more
     int64_t tile_m = ROCQ_K_MATMUL_M;
     int kernel = ROCQ_K_matmul_f32, threads = 256;
     rocq_k_matmul_args args;
@@ -19383,8 +19435,12 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
                     : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces,
                                      ROCQ__LDS_FORWARD_TILES, &site, 1700.0, -1, &config.n_splits,
                                      &ns);
+        if (decoded && rocq__takes_halves(chip, w, &site, ns, &tile, &config.n_splits)) {
+            halves = rocq__product_halves(job, w);
+            w = &halves;
+        }
         kernel = tile->matmul;
-        if (decoded) {
+        if (w->format != ROCQ_F16) {
             kernel += ROCQ__LDS_DECODED * (rocq__k_format(w->format) - rocq__k_format(ROCQ_BF16));
         }
         threads = tile->threads;
@@ -19426,12 +19482,12 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
     args.run2 = (int32_t)(x->ne[2] / w->ne[2]);
     args.run3 = (int32_t)(x->ne[3] / w->ne[3]);
     args.w_batch2 = (int32_t)w->ne[2];
-    const int64_t work_ne[4] = {m, n_splits, n, n_matrices}, mark = job->used;
+    const int64_t work_ne[4] = {m, n_splits, n, n_matrices};
     if (n_splits > 1) {
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, work_ne, m);
         args.work = (float *)rocq__device_data(&work);
-        job->used = mark; // matmul_merge has read it before anything else is written there
     }
+    job->used = used;
     rocq__job_launch(job, kernel, args.tiles_m * n_splits * args.tiles_n, n_matrices, threads,
                      &args);
     if (n_splits == 1) return;
@@ -25330,6 +25386,7 @@ static rocq_result rocq__device_try(rocq_ctx *ctx) {
     ROCQ__TRY(rocq__selftest_check(ctx, gpu->pinned));
     rocq__chip_init(gpu, (int32_t)gpu->pinned[0]);
     gpu->chip.lds_tiles = gpu->pinned[8] != 0;
+    gpu->chip.halves_bytes = ROCQ__HALVES_BYTES;
     ROCQ__TRY(rocq__share(ctx));
     if (hip->device_memory(&device_bytes, gpu->device) == 0)
         gpu->device_bytes = (int64_t)device_bytes;

@@ -4870,6 +4870,43 @@ ROCQ_K_DECODED_FORMATS(ROCQ_X, )
 #undef ROCQ_X
 #undef ROCQ_X_TILE
 
+// matmul_halves: decodes the whole of a matrix of a format that is only read to F16, for matmul_lds:
+// with many columns it pays to look codebooks up once instead of once for each tile's columns.
+// Weights are rounded as by matmul_f16. A thread has a unit. A wave stores its 2 KB in order, by way
+// of LDS, where vector j of unit t is at j ^ t / 2 % 4: eight lanes that write vector j of their
+// units, or read the eight vectors of two units, touch all banks. Empty where matmul_lds is.
+template <int F> DEV void matmul_put_halves(const rocq_k_matmul_args &a, u32x4 *work) {
+    const int lane = lane_index(), wave = matmul_wave();
+    const int64_t block = (int64_t)(a.common.block0 + block_index()) * 256;
+    const int64_t left = a.w_units - block - 32 * wave;
+    if (left <= 0) return;
+    const int there = left < 32 ? (int)left : 32; // units of the wave
+    const uint32_t unit = (uint32_t)(32 * wave + (lane < there ? lane : there - 1));
+    const planes<F> p = planes_at(planes_of<F>(a.w, a.w_units, a.format), block);
+    u32x4 *const to = (u32x4 *)a.work + 4 * (block + 32 * wave), halves[4];
+    matmul_unit_halves<F>(load_raw(p, unit), unit, halves);
+    work += 128 * wave;
+#pragma unroll
+    for (int j = 0; j < 4; j++) lput(work + 4 * lane + (j ^ (lane >> 1 & 3)), halves[j]);
+    wave_sync();
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const int v = 32 * j + lane;
+        if (v < 4 * there) gstore(to + v, lget(work + (v ^ (v >> 3 & 3))));
+    }
+}
+KERNEL(matmul_halves, rocq_k_matmul_args, 256) {
+    if constexpr (WMMA_TILES) {
+        LDS(u32x4, work, 4 * 256);
+        switch (a.format) {
+#define ROCQ_X(X, f) case ROCQ_K_ID_##f: matmul_put_halves<ROCQ_K_ID_##f>(a, work); break;
+            ROCQ_K_READ_FORMATS(ROCQ_X, )
+#undef ROCQ_X
+        default: break;
+        }
+    }
+}
+
 // -- INT8 --
 
 // matmul_int8: x in planar Q8_0, w's codes as int8. The matrix unit gives the sum of a group (32 of

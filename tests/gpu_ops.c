@@ -3016,6 +3016,8 @@ static void test_lds_decoded(void **state) {
         test_read_formats(state);
     }
     gpu->gpu->chip.lds_tiles = true;
+    const int64_t halves_bytes = gpu->gpu->chip.halves_bytes;
+    gpu->gpu->chip.halves_bytes = 0; // see test_matmul_halves
     random_state = 17;
     for (int f = 0; f < N_FORMATS + n_read; f++) {
         const rocq_format w = f < N_FORMATS ? all_formats[f] : read_formats[f - N_FORMATS];
@@ -3040,12 +3042,49 @@ static void test_lds_decoded(void **state) {
         check_product(&s);
         assert_true(i == 3 || gpu->gpu->launches[ROCQ_K_matmul_lds_64] > before);
     }
+    gpu->gpu->chip.halves_bytes = halves_bytes;
     gpu->gpu->chip.lds_tiles = first;
     gpu->gpu->chip.n_units = n_units;
     random_state = state_before;
     for (int i = ROCQ__LDS_DECODED_FIRST; i <= ROCQ__LDS_DECODED_LAST; i++) {
         if (gpu->gpu->launches[i] == 0) fail_msg("never launched: %s", rocq__kernels[i].name);
     }
+}
+
+// Where a matrix is decoded to F16 in scratch memory first: ragged rows, columns and blocks of that
+// launch, batches, K in splits, and a pair, whose two matrices take the same scratch memory in turn.
+static void test_matmul_halves(void **state) {
+    (void)state;
+    static const struct { int64_t m, n, k, units; } sizes[] = {
+        {250, 260, 352, 1}, {70, 131, 1056, 132}, {130, 129, 256, 4}, {514, 35, 32, 1}};
+    const uint64_t state_before = random_state; // for the tests behind this one
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    const bool first = gpu->gpu->chip.lds_tiles;
+    const int n_read = (int)(sizeof read_formats / sizeof read_formats[0]);
+    rocq_info info;
+    rocq_get_info(gpu, &info);
+    if (!first && !strstr(info.device, "simt")) return;
+    gpu->gpu->chip.lds_tiles = true;
+    random_state = 18;
+    for (int f = 0; f < n_read; f++) {
+        const rocq_format w = read_formats[f];
+        const int64_t before = gpu->gpu->launches[ROCQ_K_matmul_halves], e = block_elems(w);
+        for (int i = 0; i < 4; i++) {
+            const product s = {.w = w, .x = floats[(f + i) % 2], .y = floats[f % 2],
+                               .m = sizes[i].m, .n = sizes[i].n, .k = (sizes[i].k + e - 1) / e * e,
+                               .planar = i != f % 4, .precision = ROCQ_PRECISION_F16,
+                               .bias = i == f % 3, .gate = f % 5 == i, .residual = f % 4 == i,
+                               .activation = (rocq_activation)(f % ROCQ_ACT_TANH),
+                               .y_layout = (box_layout)((f + i) % 3), .w2 = f == 9 && i == 1,
+                               .x_batch = {i == 2 ? 2 : 1, 1}};
+            gpu->gpu->chip.n_units = (int32_t)sizes[i].units;
+            check_product(&s);
+        }
+        assert_true(gpu->gpu->launches[ROCQ_K_matmul_halves] >= before + 4);
+    }
+    gpu->gpu->chip.lds_tiles = first;
+    gpu->gpu->chip.n_units = n_units;
+    random_state = state_before;
 }
 
 // Every kernel once with args that are all zero: it must touch nothing, which the stand-in watches
@@ -3063,6 +3102,7 @@ static void test_every_kernel_ran(void **state) {
         // The self-test ran in rocq_open.
         if (i == ROCQ_K_selftest || gpu->gpu->launches[i] > 0) continue;
         if (gpu->gpu->chip.target != 0 && strstr(rocq__kernels[i].name, "_lds_")) continue;
+        if (gpu->gpu->chip.target != 0 && i == ROCQ_K_matmul_halves) continue;
         print_message("%s was not launched\n", rocq__kernels[i].name);
         missing++;
     }
@@ -3589,7 +3629,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_matmul_backward_shapes),
         cmocka_unit_test(test_matmul_backward_together),
         cmocka_unit_test(test_matmul_backward_options), cmocka_unit_test(test_lds_tiles),
-        cmocka_unit_test(test_lds_decoded),
+        cmocka_unit_test(test_lds_decoded), cmocka_unit_test(test_matmul_halves),
         cmocka_unit_test(test_norm_backward),   cmocka_unit_test(test_map_backward),
         cmocka_unit_test(test_gather_backward), cmocka_unit_test(test_rope_backward),
         cmocka_unit_test(test_cross_entropy),   cmocka_unit_test(test_grad_norm),
