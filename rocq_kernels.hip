@@ -67,7 +67,10 @@
 //   LDS(type, name, n)       an LDS array, 16-byte aligned, in a device function or kernel;
 //                            LDS_GRANTED one that the launch has to ask for, aligned to 1024 bytes
 //   f16 f16x2 u32x2 u32x4    a half, and vectors with .x .y .z .w
-//   gload gstore lget lput   see above; T is a scalar or one of the vectors
+//   gload gstore lget lput   see above; T is a scalar or one of the vectors. gload<ONCE> is for what
+//                            nothing else reads before the caches have been filled anew, as a
+//                            step's weights: where that helps, it is the first to be evicted from
+//                            L2, so that code and KV, which the next launches read, stay there
 //   block_sync               barrier of the block: what its threads stored before it, in LDS and in
 //                            global memory, is visible to all of them after it
 //   block_sync_lds           barrier of the block that orders LDS only. Loads and stores of global
@@ -112,6 +115,8 @@
 // pointer alone, and the value is converted to it.
 template <typename T> struct as_given_type { typedef T type; };
 template <typename T> using as_given = typename as_given_type<T>::type;
+
+enum reads { AGAIN, ONCE }; // of gload
 
 #if defined(ROCQ_SIMT) // the CPU stand-in of the tests
 
@@ -206,7 +211,10 @@ DEV u32x4 make4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return make_ui
 DEV u32x2 make2(uint32_t x, uint32_t y) { return make_uint2(x, y); }
 DEV f16x2 pair(f16 x, f16 y) { return __halves2half2(x, y); }
 DEV f16x2 pair_floats(float x, float y) { return __floats2half2_rn(x, y); }
-template <typename T> DEV T gload(const T *p) { return *p; }
+template <reads R = AGAIN, typename T> DEV T gload(const T *p) {
+    if constexpr (R == ONCE) return __ldcs(p);
+    else return *p;
+}
 template <typename T> DEV void gstore(T *p, as_given<T> v) { *p = v; }
 template <int mask, typename T> DEV T wave_xor(T x) {
     return __shfl_xor_sync(0xffffffffu, x, mask);
@@ -565,7 +573,7 @@ DEV f16x2 pair(f16 x, f16 y) { return f16x2{x, y}; }
 DEV f16x2 pair_floats(float x, float y) { return f16x2{(f16)x, (f16)y}; }
 // The compiler does not know of a pointer in a struct that it points to global memory, and would
 // use flat instructions, which are slower.
-template <typename T> DEV T gload(const T *p) {
+template <reads = AGAIN, typename T> DEV T gload(const T *p) {
     return *(const __attribute__((address_space(1))) T *)p;
 }
 template <typename T> DEV void gstore(T *p, as_given<T> v) {
@@ -1262,42 +1270,43 @@ ROCQ_K_READ_FORMATS(ROCQ_X, )
 template <int F, typename I> DEV raw<F> load_read(const planes<F> &p, I unit);
 
 // In a format with superblocks (8 units) p has to begin with a whole one. I: int64_t or uint32_t.
-template <int F, typename I> DEV raw<F> load_planes(const planes<F> &p, I unit) {
+template <int F, reads R = AGAIN, typename I> DEV raw<F> load_planes(const planes<F> &p, I unit) {
     typedef block_layout<F> l;
     const u32x4 none = make4(0, 0, 0, 0);
     raw<F> r = {none, none, none, 0, 0, 0};
-    if constexpr (l::n != 0) r.n = gload((const u32x4 *)(p.n + unit * 16));
-    if constexpr (l::c == 128) r.c = gload((const u32x4 *)(p.c + unit * 16));
+    if constexpr (l::n != 0) r.n = gload<R>((const u32x4 *)(p.n + unit * 16));
+    if constexpr (l::c == 128) r.c = gload<R>((const u32x4 *)(p.c + unit * 16));
     if constexpr (l::c == 64) {
-        const u32x2 c = gload((const u32x2 *)(p.c + unit * 8));
+        const u32x2 c = gload<R>((const u32x2 *)(p.c + unit * 8));
         r.c = make4(c.x, c.y, 0, 0);
     }
-    if constexpr (l::b != 0) r.b = gload((const uint32_t *)(p.b + unit * 4));
-    if constexpr (l::s == 16) r.s = gload((const uint16_t *)(p.s + unit * 2));
-    if constexpr (l::s == 8) r.s = gload((const uint8_t *)(p.s + unit));
-    if constexpr (l::t != 0) r.t = gload((const uint32_t *)(p.t + unit / 8 * 4));
+    if constexpr (l::b != 0) r.b = gload<R>((const uint32_t *)(p.b + unit * 4));
+    if constexpr (l::s == 16) r.s = gload<R>((const uint16_t *)(p.s + unit * 2));
+    if constexpr (l::s == 8) r.s = gload<R>((const uint8_t *)(p.s + unit));
+    if constexpr (l::t != 0) r.t = gload<R>((const uint32_t *)(p.t + unit / 8 * 4));
     if constexpr (F == ROCQ_Q4_K || F == ROCQ_Q5_K) {
-        r.d = gload((const u32x4 *)(p.d + unit / 8 * 16));
+        r.d = gload<R>((const u32x4 *)(p.d + unit / 8 * 16));
     } else if constexpr (F == ROCQ_IQ4_XS) {
-        const u32x2 d = gload((const u32x2 *)(p.d + unit / 8 * 8));
+        const u32x2 d = gload<R>((const u32x2 *)(p.d + unit / 8 * 8));
         r.d = make4(d.x, d.y, 0, 0);
     } else if constexpr (F == ROCQ_Q2_K) {
-        r.d = make4(gload((const uint32_t *)(p.d + unit / 8 * 4)), 0, 0, 0);
+        r.d = make4(gload<R>((const uint32_t *)(p.d + unit / 8 * 4)), 0, 0, 0);
     } else if constexpr (l::d == 2) {
-        r.d = make4(gload((const uint16_t *)(p.d + unit / 8 * 2)), 0, 0, 0);
+        r.d = make4(gload<R>((const uint16_t *)(p.d + unit / 8 * 2)), 0, 0, 0);
     } else if constexpr (l::d == 32) {
-        r.d = make4(gload((const uint32_t *)(p.d + unit * 4)), 0, 0, 0);
+        r.d = make4(gload<R>((const uint32_t *)(p.d + unit * 4)), 0, 0, 0);
     } else if constexpr (l::d == 16) {
-        r.d = make4(gload((const uint16_t *)(p.d + unit * 2)), 0, 0, 0);
+        r.d = make4(gload<R>((const uint16_t *)(p.d + unit * 2)), 0, 0, 0);
     } else {
-        r.d = make4(gload((const uint8_t *)(p.d + unit)), 0, 0, 0);
+        r.d = make4(gload<R>((const uint8_t *)(p.d + unit)), 0, 0, 0);
     }
     return r;
 }
 
-template <int F, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
+template <int F, reads R = AGAIN, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
+    // Several instructions read the same lines of a block of these formats, so they have to stay.
     if constexpr (is_read<F>()) return load_read<F>(p, unit);
-    else return load_planes<F>(p, unit);
+    else return load_planes<F, R>(p, unit);
 }
 
 // The reverse of load_raw. What belongs to a whole superblock is stored by the lane of its first
@@ -2617,7 +2626,7 @@ DEV matvec_rows<F, SHARED> matvec_rows_of(const void *w, int64_t n_units, int64_
 }
 template <int F, bool SHARED>
 DEV raw<F> matvec_load(const matvec_rows<F, SHARED> &rows, int r, uint32_t unit) {
-    return load_raw<F>(rows.row[SHARED ? 0 : r], unit + rows.offset[r]);
+    return load_raw<F, ONCE>(rows.row[SHARED ? 0 : r], unit + rows.offset[r]);
 }
 template <int F> DEV constexpr bool many_planes() {
     typedef block_layout<F> l;
@@ -2947,7 +2956,7 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
     uint32_t next = at < last ? at : last;
     u32x4 r_w[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) r_w[r] = gload((const u32x4 *)(row[r] + next * 16));
+    for (int r = 0; r < ROWS; r++) r_w[r] = gload<ONCE>((const u32x4 *)(row[r] + next * 16));
     loads_issued();
 #pragma unroll 1
     for (; at < count; at += work.step) {
@@ -2956,7 +2965,7 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             vector[r] = r_w[r];
-            r_w[r] = gload((const u32x4 *)(row[r] + next * 16));
+            r_w[r] = gload<ONCE>((const u32x4 *)(row[r] + next * 16));
         }
         loads_issued();
 #pragma unroll

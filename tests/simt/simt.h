@@ -913,7 +913,7 @@ template <typename T> DEV void simt_aligned(const T *p, int line) {
                (const void *)p);
     simt_abort();
 }
-template <typename T> DEV T gload(const T *p, SIMT_LINE) {
+template <int how = 0, typename T> DEV T gload(const T *p, SIMT_LINE) { // how: AGAIN or ONCE
     simt_aligned(p, line);
     simt_global_access(p, sizeof(T), SIMT_READ, nullptr, line);
     return *p;
