@@ -692,7 +692,8 @@ static rocq_result vae__try_exact(vae_model *m, int64_t base, int64_t budget, bo
     int32_t n_segments = 0;
     memset(&best, 0, sizeof best);
     const int32_t side = m->net == &m->decoder ? longest : longest / m->scale;
-    for (int32_t i = 0; i < (budget > 0 ? 2 : 1); i++) {
+    const int32_t n_ways = budget > 0 && m->gpu ? 2 : 1; // the CPU's sums are whole anyway
+    for (int32_t i = 0; i < n_ways; i++) {
         m->whole_sums = i > 0; // takes longer than it counts, so only for a tenth of the work
         for (int32_t tile = 1024; tile >= 4 * m->scale;
              tile = tile % 3 == 0 ? tile * 2 / 3 : tile * 3 / 4) {

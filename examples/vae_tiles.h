@@ -483,7 +483,10 @@ static bool vae__bandable(const vae_model *m, int32_t i, int32_t tile) {
         if (c->k != 3 || c->pad != 1 || c->stride != 1 || c->upsample != 1) return false;
     }
     if (tile * m->size[i][1] / m->full[1] < 4) return false; // see vae__advance
-    // The last of what a side of the stack has ends at most 255 bytes before it, of either value.
+    // The stack is cut in pieces of 256 bytes, so at its upper side a value may end up to 255 bytes
+    // before its place does. Of two values that share a place, the result's rows, which replace
+    // those of x from the last one up, may lie that much lower than x's: only rows shorter by as
+    // much stay clear of rows that are still to be read. Values of one size end at the same byte.
     const int64_t less = mod->residual == VAE__OF_SHORTCUT ? convs->c - convs[mod->n].m : 0;
     return less == 0 || (less > 0 && 2 * less * m->size[i][0] >= 256);
 }

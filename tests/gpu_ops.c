@@ -1690,6 +1690,46 @@ static void test_conv_options(void **state) {
     }
 }
 
+// Where y is small for the chip, K is split over blocks, whose sums are scratch memory; with
+// whole_sums there are none, no second launch, and the same result up to the order of the sums.
+static void test_conv_whole_sums(void **state) {
+    const uint64_t state_before = random_state; // for the tests behind this one
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    (void)state;
+    gpu->gpu->chip.n_units = 100;
+    for (int i = 0; i < 6; i++) { // odd sizes; i & 1: in half the channels; two frames; no taps
+        const int64_t c = i & 1 ? 264 : 515, m = i < 3 ? 72 : 13, t = i == 4 ? 2 : 1;
+        const int32_t taps = i == 5 ? 1 : 3;
+        box w = box_make(BOX_PLAIN, ROCQ_F16, c * taps * taps, m, 1, 1);
+        box x = box_random(BOX_PLAIN, i & 1 ? ROCQ_F16 : ROCQ_F32, 1, c, 9, 7, t);
+        box y = box_make(BOX_PLAIN, ROCQ_F32, m, 9, 7, t);
+        box bias = box_random(BOX_PLAIN, ROCQ_F32, 1, m, 1, 1, 1);
+        random_weights(&w);
+        rocq_conv_params p = {.y = &y.t, .w = &w.t, .x = &x.t, .bias = &bias.t, .kw = taps,
+                              .kh = taps};
+        int64_t merges[2], scratch[2] = {0, 0};
+        for (int k = 0; k < 2; k++) {
+            p.whole_sums = k == 1;
+            any_params on_device = params_of(ROCQ_OP_CONV, &p);
+            move_params(ROCQ_OP_CONV, &on_device);
+            assert_int_equal(rocq_plan_begin(gpu, &scratch[k]), ROCQ_OK);
+            assert_int_equal(rocq_conv(gpu, &on_device.conv), ROCQ_OK);
+            rocq_plan_end(gpu);
+            free_twins();
+            merges[k] = -gpu->gpu->launches[ROCQ_K_conv_merge];
+            compare(ROCQ_OP_CONV, &p, &y, 0, say("conv, case %d, whole sums %d", i, k));
+            merges[k] += gpu->gpu->launches[ROCQ_K_conv_merge];
+        }
+        assert_true(merges[0] > 0 && merges[1] == 0);
+        // Two sums or more of every element of y, in F32; nothing else takes any here.
+        assert_true(scratch[0] >= 2 * 4 * rocq_tensor_count(&y.t) && scratch[1] == 0);
+        box *all[] = {&w, &x, &y, &bias};
+        for (size_t j = 0; j < sizeof all / sizeof all[0]; j++) box_free(all[j]);
+    }
+    gpu->gpu->chip.n_units = n_units;
+    random_state = state_before;
+}
+
 // The kernels named conv_lds: whole and ragged tiles, several a block, frames, splits, channels by
 // eight and one by one, and shapes that they leave to the others. The stand-in has them, although
 // its chip does not take them.
@@ -3621,7 +3661,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_gather),          cmocka_unit_test(test_argmax),
         cmocka_unit_test(test_sample),          cmocka_unit_test(test_bad_indices),
         cmocka_unit_test(test_conv_shapes),     cmocka_unit_test(test_conv_options),
-        cmocka_unit_test(test_conv_lds),
+        cmocka_unit_test(test_conv_lds),        cmocka_unit_test(test_conv_whole_sums),
         cmocka_unit_test(test_conv_scale),      cmocka_unit_test(test_norm_stats),
         cmocka_unit_test(test_resize),          cmocka_unit_test(test_pixels),
         cmocka_unit_test(test_matmul_backward_formats),
