@@ -17412,6 +17412,7 @@ typedef struct rocq__gpu {
     rocq__ring ring;
     rocq__block *scratch;
     int64_t scratch_moves; // how often scratch has changed its address
+    int64_t n_pinned;      // blocks of pinned memory
     bool trial;            // an error ends an attempt, not the context
     bool lost;             // only rocq_close works
     char replay[320];      // how the last graph replay that failed its check differed, or ""
@@ -18108,6 +18109,7 @@ static rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t s
     block->address = address;
     block->size = size;
     block->memory = memory;
+    ctx->gpu->n_pinned += memory == ROCQ_MEMORY_PINNED;
     ctx->stats.live_bytes += size;
     ctx->stats.peak_bytes = ROCQ__MAX(ctx->stats.peak_bytes, ctx->stats.live_bytes);
     *out = block;
@@ -18117,6 +18119,7 @@ static rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t s
 // The caller has waited for the work that uses the block.
 static void rocq__device_free(rocq_ctx *ctx, rocq__block *block) {
     if (!block) return;
+    ctx->gpu->n_pinned -= block->memory == ROCQ_MEMORY_PINNED;
     if (block->memory == ROCQ_MEMORY_PINNED) ctx->gpu->hip->host_free(block->address);
     else ctx->gpu->hip->mem_free(block->address);
     rocq__free(ctx, block + 1);
@@ -18308,16 +18311,21 @@ typedef struct rocq__upload {
     rocq_result result;   // of the last submission
 } rocq__upload;
 
-// The kind of a copy that has the tensor's data on its device side: by address where that lies in
-// pinned memory, which the runtime takes for the host's, else the usual one.
-static int rocq__copy_kind(const rocq_ctx *ctx, const void *data, int usual) {
+// Whether a tensor's data lies in a buffer of pinned memory.
+static bool rocq__is_pinned(const rocq_ctx *ctx, const void *data) {
     const uintptr_t at = (uintptr_t)data;
     for (const rocq__block *b = ctx->blocks.next; b != &ctx->blocks; b = b->next) {
         const uintptr_t first = (uintptr_t)b->address;
         if (!b->buffer || b->memory != ROCQ_MEMORY_PINNED) continue;
-        if (at >= first && at - first < (uint64_t)b->size) return ROCQ_HIP_BY_ADDRESS;
+        if (at >= first && at - first < (uint64_t)b->size) return true;
     }
-    return usual;
+    return false;
+}
+
+// The kind of a copy that has the tensor's data on its device side: by address where that lies in
+// pinned memory, which the runtime takes for the host's, else the usual one.
+static int rocq__copy_kind(const rocq_ctx *ctx, const void *data, int usual) {
+    return rocq__is_pinned(ctx, data) ? ROCQ_HIP_BY_ADDRESS : usual;
 }
 
 // An entry may be cut at multiples of so many bytes: a planar tensor is repacked by whole blocks.
@@ -18557,9 +18565,18 @@ typedef struct rocq__cost {
 } rocq__cost;
 
 static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params);
+static double rocq__bus_extra(const rocq_ctx *ctx, rocq_op op, const void *params);
 
 static const rocq__chip *rocq__chip_of(const rocq_ctx *ctx) {
     return &ctx->gpu->chip;
+}
+
+// Bytes a microsecond of PCIe 4.0 with 16 lanes. No runtime tells the rate of a GPU's bus.
+enum { ROCQ__BUS_BYTES_PER_US = 32000 };
+
+// As many bytes of the device's memory as take the time of bytes that come through the bus.
+static double rocq__bus_bytes(const rocq_ctx *ctx, double bytes) {
+    return bytes * ROCQ__MAX(rocq__chip_of(ctx)->bytes_per_us / ROCQ__BUS_BYTES_PER_US, 1.0);
 }
 
 // Microseconds that work is estimated to take, at half of each peak rate. Where products take the
@@ -18708,7 +18725,9 @@ typedef struct rocq__job {
 static rocq__cost rocq__job_cost(const rocq__job *job, rocq_op op, const void *params) {
     const rocq__cost none = {0.0, 0.0, 0.0};
     if (job->planning || job->ctx->desc.dispatch_us <= 0) return none;
-    return rocq__cost_of(job->ctx, op, params);
+    rocq__cost cost = rocq__cost_of(job->ctx, op, params);
+    if (job->ctx->gpu->n_pinned > 0) cost.bytes += rocq__bus_extra(job->ctx, op, params);
+    return cost;
 }
 
 // The cost of an op whose launches are alike. matmul and attention set it themselves.
@@ -20615,8 +20634,8 @@ static void rocq__experts_fetch(rocq__job *job, const rocq__expert_product *g,
     to->w2 = args.to[1];
     to->n_units = rocq_tensor_count(&slices[0]) / 32;
     to->n = sort->n_fetched;
-    const double bytes = (double)rocq_tensor_size(&slices[0]);
-    const rocq__cost cost = {args.from[1] ? 2.0 * bytes : bytes, 0.0, 0.0};
+    const double bytes = (args.from[1] ? 2.0 : 1.0) * (double)rocq_tensor_size(&slices[0]);
+    const rocq__cost cost = {rocq__bus_bytes(job->ctx, bytes), 0.0, 0.0};
     job->cost = cost;
     rocq__job_launch(job, ROCQ_K_experts_fetch, args.blocks, sort->n_experts, 256, &args);
 }
@@ -22505,6 +22524,13 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
     return rocq__elems(t);
 }
 
+static double rocq__bytes_moved(rocq_op op, const void *params, const rocq_tensor *t,
+                                double positions) {
+    int64_t elems, bytes;
+    rocq__block_of(t->format, &elems, &bytes);
+    return rocq__elems_moved(op, params, t, positions) * (double)bytes / (double)elems;
+}
+
 // Sets the flops of an op, and those of them that are on the matrix unit (cost->matrix). Flops are
 // two for each weight and column of a product, as often as it has gradients in the backward;
 // four for each element of q and position it meets in attention, ten in its backward; seven for
@@ -22600,16 +22626,31 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
     for (const void *p = params; p; p = rocq__next_params(op, p)) {
         for (int32_t i = begin; i < end; i++) {
             const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
-            int64_t elems, bytes;
             if (!t) continue;
             if (op == ROCQ_OP_MATMUL && p != params && t == ((const rocq_matmul_params *)p)->x) {
                 continue; // the first product has read it
             }
-            rocq__block_of(t->format, &elems, &bytes);
-            cost.bytes += rocq__elems_moved(op, p, t, positions) * (double)bytes / (double)elems;
+            cost.bytes += rocq__bytes_moved(op, p, t, positions);
         }
     }
     return cost;
+}
+
+// What an op's bytes are to grow by for the time that operands in pinned memory take through the
+// bus.
+static double rocq__bus_extra(const rocq_ctx *ctx, rocq_op op, const void *params) {
+    int32_t end;
+    const int32_t begin = rocq__operands_begin(op, &end);
+    double extra = 0.0;
+    for (const void *p = params; p; p = rocq__next_params(op, p)) {
+        for (int32_t i = begin; i < end; i++) {
+            const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
+            if (!t || !rocq__is_pinned(ctx, rocq__device_data(t))) continue;
+            const double bytes = rocq__bytes_moved(op, p, t, 0.0);
+            extra += rocq__bus_bytes(ctx, bytes) - bytes;
+        }
+    }
+    return extra;
 }
 
 // ---------------------------------------------------------------------------------------------

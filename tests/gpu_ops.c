@@ -3638,6 +3638,88 @@ static void test_experts_room(void **state) {
     random_state = state_before;
 }
 
+// Closes or opens, on the stand-in, the slices of all experts but 1 and 4: a part of each plane.
+static void close_others(const rocq_tensor *w, bool closed) {
+    int64_t bytes[6];
+    const char *plane = (const char *)rocq__device_data(w);
+    if (strncmp(gpu->gpu->name, "simt", 4) != 0) return;
+    rocq__slice_planes(w, bytes);
+    for (int k = 0; k < 6; plane += bytes[k++] * w->ne[2]) {
+        for (int64_t e = 0; e < w->ne[2]; e++) {
+            if (e != 1 && e != 4) ops_close(plane + e * bytes[k], bytes[k], closed);
+        }
+    }
+}
+
+// No byte of an expert that is not chosen is read, in steps and in prompts.
+static void test_other_experts(void **state) {
+    (void)state;
+    const uint64_t state_before = random_state;
+    random_state = 54;
+    enum { N_READ = sizeof read_formats / sizeof *read_formats };
+    for (int i = 0; i < 2 * (N_FORMATS + N_READ); i++) {
+        const rocq_format format =
+            i / 2 < N_FORMATS ? all_formats[i / 2] : read_formats[i / 2 - N_FORMATS];
+        const int64_t n = i % 2 ? 40 : 1;
+        box w = box_make(BOX_PLAIN, format, 256, 64, 7, 1);
+        box x = box_random(BOX_PLAIN, ROCQ_F32, 1, 256, 1, n, 1);
+        box ids = box_make(BOX_PLAIN, ROCQ_I32, 2, n, 1, 1);
+        box y = box_make(BOX_PLAIN, ROCQ_F32, 64, 2, n, 1);
+        random_weights(&w);
+        for (int64_t k = 0; k < ids.count; k++) ids.value[k] = k % 2 ? 4 : 1;
+        box_write(&ids);
+        const rocq_tensor *const there = on_gpu_as(&w, block_elems(format) > 1);
+        const rocq_experts_params p = {.y = &y.t, .w = &w.t, .x = &x.t, .ids = &ids.t};
+        any_params q = params_of(ROCQ_OP_EXPERTS, &p);
+        move_params(ROCQ_OP_EXPERTS, &q);
+        close_others(there, true);
+        if (rocq_experts(gpu, &q.experts) != ROCQ_OK) fail_msg("%s", rocq_error(gpu));
+        assert_int_equal(rocq_sync(gpu), ROCQ_OK);
+        close_others(there, false);
+        free_twins();
+        for (int b = 0; b < 4; b++) box_free((box *[]){&w, &x, &ids, &y}[b]);
+    }
+    random_state = state_before;
+}
+
+// The time cap goes by the rate of the bus for what comes through it: 1.1 MB of missing experts are
+// 71 us by estimate, and so are cut under a cap of 50, and so is a product of weights in pinned
+// memory.
+static void test_bus_time(void **state) {
+    (void)state;
+    const uint64_t state_before = random_state;
+    random_state = 53;
+    const int32_t cap = gpu->desc.dispatch_us;
+    gpu->desc.dispatch_us = 50;
+    const int64_t *const launches = gpu->gpu->launches;
+    const int64_t before = launches[ROCQ_K_experts_fetch];
+    const mixture s = {.w = ROCQ_Q8_0, .m = 130, .k = 512, .n_experts = 16, .n_slots = 2, .n = 20,
+                       .one_x = true, .w2 = true, .copies = true, .precision = ROCQ_PRECISION_F16};
+    check_mixture(&s);
+    assert_in_range(launches[ROCQ_K_experts_fetch] - before, 2, 32);
+
+    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, 512, 1, 1, 1);
+    box y = box_make(BOX_PLAIN, ROCQ_F32, 130, 1, 1, 1);
+    rocq_tensor w = {.format = ROCQ_F16, .n_dims = 2, .ne = {512, 130, 1, 1},
+                     .stride = {1, 512, 512 * 130, 512 * 130}};
+    const double size = 2.0 * 512 * 130;
+    const rocq_matmul_params p = {.y = &y.t, .w = &w, .x = &x.t};
+    const rocq__job job = {.ctx = gpu};
+    double bytes[2];
+    for (int i = 0; i < 2; i++) {
+        const rocq_memory kind = i ? ROCQ_MEMORY_PINNED : ROCQ_MEMORY_DEVICE;
+        assert_int_equal(rocq__buffer_take(gpu, &w.buffer, (int64_t)size, kind), ROCQ_OK);
+        bytes[i] = rocq__job_cost(&job, ROCQ_OP_MATMUL, &p).bytes;
+        assert_int_equal(rocq_buffer_free(gpu, &w.buffer), ROCQ_OK);
+    }
+    const double slower = gpu->gpu->chip.bytes_per_us / ROCQ__BUS_BYTES_PER_US;
+    assert_true(slower > 1 && fabs(bytes[1] - bytes[0] - (slower - 1) * size) < 1);
+    gpu->desc.dispatch_us = cap;
+    box_free(&x);
+    box_free(&y);
+    random_state = state_before;
+}
+
 int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_matmul_matvec),   cmocka_unit_test(test_matmul_tiles_f16),
@@ -3680,6 +3762,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_experts_formats),
         cmocka_unit_test(test_experts_planar),
         cmocka_unit_test(test_experts_cases),   cmocka_unit_test(test_experts_room),
+        cmocka_unit_test(test_other_experts),   cmocka_unit_test(test_bus_time),
         cmocka_unit_test(test_graph_router_reads_norm),
         cmocka_unit_test(test_overlap),         cmocka_unit_test(test_graph),
         cmocka_unit_test(test_graph_joins_norm), cmocka_unit_test(test_graph_joins_low),

@@ -543,6 +543,45 @@ static void epilogues(void **state) {
     }
 }
 
+static const rocq_format all_formats[] = {
+#define ROCQ_X(NAME, name, id, elems, bytes) ROCQ_##NAME,
+    ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+};
+enum { N_FORMATS = sizeof all_formats / sizeof *all_formats };
+
+// Closes or opens the slices of the experts that no token has, all but 1 and 4.
+static void close_others(const box *w, bool closed) {
+    const int64_t one = rocq_tensor_size(&w->t) / w->t.ne[2];
+    for (int64_t e = 0; e < w->t.ne[2]; e++) {
+        if (e != 1 && e != 4) ops_close(w->memory + e * one, one, closed);
+    }
+}
+
+// No byte of an expert that is not chosen is read.
+static void other_experts_are_not_read(void **state) {
+    (void)state;
+    for (int f = 0; f < N_FORMATS; f++) {
+        for (int many = 0; many < 2; many++) {
+            const shape s = {.w = all_formats[f], .w2 = all_formats[f], .x = ROCQ_F32,
+                             .y = ROCQ_F32, .k = 256, .m = 32, .n_experts = 7, .n_slots = 2,
+                             .n = many ? 40 : 1, .has_w2 = f % 2 == 0, .one_x = true};
+            problem a;
+            problem_make(&a, &s);
+            for (int64_t i = 0; i < a.ids.count; i++) a.ids.value[i] = i % 2 ? 4 : 1;
+            box_write(&a.ids);
+            close_others(&a.w, true);
+            close_others(&a.w2, true);
+            for (int simd = 0; simd < 2; simd++) {
+                run(simd, ROCQ_OP_EXPERTS, &a.p, (box *const[]){&a.y}, 1);
+            }
+            close_others(&a.w, false);
+            close_others(&a.w2, false);
+            problem_free(&a);
+        }
+    }
+}
+
 // NaN in x reaches the rows of its token alone.
 static void nan_stays_with_its_token(void **state) {
     (void)state;
@@ -720,6 +759,7 @@ int main(void) {
 #undef ROCQ_X
             cmocka_unit_test(many_tokens),
         cmocka_unit_test(epilogues),
+        cmocka_unit_test(other_experts_are_not_read),
         cmocka_unit_test(nan_stays_with_its_token),
         cmocka_unit_test(refusals),
         cmocka_unit_test(a_graph_follows_the_ids),

@@ -398,6 +398,11 @@ static void attention_decode(emulated *e, int scale, int format, int d) {
     attend(e, (rocq_format)format, d, 8, 2, 1, 512 * scale, true, format == ROCQ_F16);
     e->work = 2.0 * d * 2 * 512 * scale;
 }
+// A step's attention in blocks of one head, each cut in two runs. Both heads of a group read K and V.
+static void attention_step(emulated *e, int scale, int format, int d) {
+    attend(e, (rocq_format)format, d, 2, 1, 1, 512 * scale, true, false);
+    e->work = 2.0 * d * 512 * scale;
+}
 // Work: products of 16x16x16, of which Q K^T and P V take n_q n_kv d / 4096 a head each.
 static void attention_prefill(emulated *e, int scale, int format, int d) {
     attend(e, (rocq_format)format, d, 4, 1, 128, 128 * scale, false, false);
@@ -779,6 +784,8 @@ static const struct {
     {"matmul_f32", "16x16x16", matmul_f32, ROCQ_F32, 64, 2},
     {"attention_decode_128", "KV element", attention_decode, ROCQ_F16, 128, 2},
     {"attention_decode_64", "KV element", attention_decode, ROCQ_Q8_0, 64, 2},
+    {"attention_step_128", "KV element", attention_step, ROCQ_F16, 128, 2},
+    {"attention_step_64", "KV element", attention_step, ROCQ_F16, 64, 2},
     {"attention_prefill_128", "16x16x16", attention_prefill, ROCQ_F16, 128, 2},
     {"attention_prefill_64", "16x16x16", attention_prefill, ROCQ_F16, 64, 2},
     {"attention_backward_128", "16x16x16", attention_backward_both, 0, 128, 2},
