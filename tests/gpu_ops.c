@@ -3668,14 +3668,21 @@ static void test_other_experts(void **state) {
         random_weights(&w);
         for (int64_t k = 0; k < ids.count; k++) ids.value[k] = k % 2 ? 4 : 1;
         box_write(&ids);
-        const rocq_tensor *const there = on_gpu_as(&w, block_elems(format) > 1);
+        // Of more than 1 MiB: the stand-in itself closes and opens smaller buffers.
+        rocq_tensor there = w.t;
+        if (block_elems(format) > 1) there.layout = ROCQ_LAYOUT_PLANAR;
+        assert_int_equal(rocq_buffer_alloc(gpu, &there.buffer, w.size + (2 << 20)), ROCQ_OK);
+        assert_int_equal(rocq_upload(gpu, &there, w.memory, w.size), ROCQ_OK);
         const rocq_experts_params p = {.y = &y.t, .w = &w.t, .x = &x.t, .ids = &ids.t};
         any_params q = params_of(ROCQ_OP_EXPERTS, &p);
         move_params(ROCQ_OP_EXPERTS, &q);
-        close_others(there, true);
+        q.experts.w = &there;
+        assert_int_equal(rocq_sync(gpu), ROCQ_OK); // what was submitted has run
+        close_others(&there, true);
         if (rocq_experts(gpu, &q.experts) != ROCQ_OK) fail_msg("%s", rocq_error(gpu));
         assert_int_equal(rocq_sync(gpu), ROCQ_OK);
-        close_others(there, false);
+        close_others(&there, false);
+        assert_int_equal(rocq_buffer_free(gpu, &there.buffer), ROCQ_OK);
         free_twins();
         for (int b = 0; b < 4; b++) box_free((box *[]){&w, &x, &ids, &y}[b]);
     }
