@@ -14236,10 +14236,13 @@ static void rocq__plan_argmax_cpu(rocq__plan *plan, rocq_op op, const void *para
 //
 // Tokens are taken in strips. The largest logit of each is found first: most strips have none that
 // top-k or min-p leave, and are not looked at again. 150,000 logits take 0.1 ms with top-k 40.
+// What all strips need, the sums of top-p and the weights at the temperature, is shared among the
+// threads: parts of a fixed number of strips, so that sums are the same for any number of threads.
 
 enum {
-    ROCQ__DRAW = 64,      // tokens of a strip
-    ROCQ__DRAW_BINS = 256 // of top-p, by a logit's distance from the top: eight for one of 1
+    ROCQ__DRAW = 64,       // tokens of a strip
+    ROCQ__DRAW_BINS = 256, // of top-p, by a logit's distance from the top: eight for one of 1
+    ROCQ__DRAW_PARTS = 8   // of top-p, that have sums of their own
 };
 
 typedef struct rocq__candidate {
@@ -14256,19 +14259,21 @@ static inline float rocq__weight(float logit, float top, float temperature) {
     return logit == top ? 1.0f : rocq__exp1((logit - top) / temperature);
 }
 
-// The strip's logits become weights, 0 for NaN and below least; returns their sum.
-static float rocq__weigh_scalar(float *x, float top, float least, float temperature) {
+// The weights of a strip's logits, 0 for NaN and below least; returns their sum. weight may be x.
+static float rocq__weigh_scalar(float *weight, const float *x, float top, float least,
+                                float temperature) {
     float sum[8] = {0};
     for (int i = 0; i < ROCQ__DRAW; i++) {
-        x[i] = x[i] >= least ? rocq__weight(x[i], top, temperature) : 0.0f;
-        sum[i % 8] += x[i];
+        weight[i] = x[i] >= least ? rocq__weight(x[i], top, temperature) : 0.0f;
+        sum[i % 8] += weight[i];
     }
     return rocq__sum8(sum);
 }
 
 #if ROCQ__HAS_V8
 // The same bits; top is finite.
-static ROCQ__SIMD float rocq__weigh_simd(float *x, float top, float least, float temperature) {
+static ROCQ__SIMD float rocq__weigh_simd(float *weight, const float *x, float top, float least,
+                                         float temperature) {
     rocq__v8 sum = rocq__v8_set1(0.0f);
     for (int i = 0; i < ROCQ__DRAW; i += 8) {
         const rocq__v8 v = rocq__v8_max(rocq__v8_load(x + i), rocq__v8_set1(-INFINITY));
@@ -14276,8 +14281,41 @@ static ROCQ__SIMD float rocq__weigh_simd(float *x, float top, float least, float
         if (temperature != 1.0f) below = rocq__v8_div(below, rocq__v8_set1(temperature));
         rocq__v8 e = rocq__v8_exp(below);
         e = rocq__v8_zero_below(e, v, rocq__v8_set1(least));
-        rocq__v8_store(x + i, e);
+        rocq__v8_store(weight + i, e);
         sum = rocq__v8_add(sum, e);
+    }
+    return rocq__v8_sum(sum);
+}
+#endif
+
+#if ROCQ__HAS_AVX2
+// The same bits again: the sums take the halves of a vector one after the other.
+static ROCQ__TARGET_AVX512 float rocq__weigh_avx512(float *weight, const float *x, float top,
+                                                    float least, float temperature) {
+    const __m512 low = _mm512_set1_ps(ROCQ__EXP_LEAST), high = _mm512_set1_ps(ROCQ__EXP_MOST);
+    rocq__v8 sum = rocq__v8_set1(0.0f);
+    for (int i = 0; i < ROCQ__DRAW; i += 16) {
+        const __m512 v = _mm512_max_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(-INFINITY));
+        __m512 below = _mm512_sub_ps(v, _mm512_set1_ps(top));
+        if (temperature != 1.0f) below = _mm512_div_ps(below, _mm512_set1_ps(temperature));
+        const __mmask16 kept = _mm512_cmp_ps_mask(v, _mm512_set1_ps(least), _CMP_NLT_UQ) &
+            _mm512_cmp_ps_mask(below, low, _CMP_NLT_UQ);
+        below = _mm512_min_ps(high, _mm512_max_ps(low, below));
+        const __m512 k = _mm512_roundscale_ps(_mm512_mul_ps(below, _mm512_set1_ps(1.44269504f)),
+                                              _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const __m512 r =
+            _mm512_fnmadd_ps(k, _mm512_set1_ps(-2.12194440e-4f),
+                             _mm512_fnmadd_ps(k, _mm512_set1_ps(0.693359375f), below));
+        __m512 e = _mm512_set1_ps(rocq__exp_term[0]);
+        ROCQ__UNROLL
+        for (int j = 1; j < 5; j++) e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(rocq__exp_term[j]));
+        e = _mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_fmadd_ps(e, _mm512_mul_ps(r, r), r));
+        const __m512i power = _mm512_slli_epi32(
+            _mm512_add_epi32(_mm512_cvtps_epi32(k), _mm512_set1_epi32(127)), 23);
+        e = _mm512_maskz_mul_ps(kept, e, _mm512_castsi512_ps(power));
+        _mm512_storeu_ps(weight + i, e);
+        sum = rocq__v8_add(sum, _mm512_castps512_ps256(e));
+        sum = rocq__v8_add(sum, _mm512_extractf32x8_ps(e, 1));
     }
     return rocq__v8_sum(sum);
 }
@@ -14354,22 +14392,39 @@ static double rocq__uniform(uint64_t seed, uint64_t step) {
 
 typedef struct rocq__drawing {
     const rocq_sample_params *p;
-    bool simd;
+    bool simd, avx512;
     const float *x;      // [n_vocab] logits after penalties and mask
     float *changed;      // [n_vocab] where these are written, if there are any
     float *most, *sum;   // [n_strips] the largest logit and the weight of each strip
     rocq__candidate *list; // [n_vocab]
     int8_t *bin;         // [n_strips][ROCQ__DRAW] of top-p, less 128: a strip's, where it was read
+    // The weights of top-p by bin, of each part of the strips: in list's memory. Four sums for a
+    // bin, since an addition to the one that the last weight went to waits for that.
+    double (*bin_sum)[ROCQ__DRAW_BINS][4];
     int32_t *count;      // [n_vocab] how often each token is in recent: in list's memory
     int64_t n_vocab, n_strips;
     float top;
+    rocq__candidate cut; // of the filters so far
 } rocq__drawing;
+
+// Strips of a part of top-p: a small vocabulary is one part.
+static int64_t rocq__draw_part(int64_t n_strips) {
+    const int64_t least = 64;
+    return ROCQ__MAX((n_strips + ROCQ__DRAW_PARTS - 1) / ROCQ__DRAW_PARTS, least);
+}
+
+// Bytes of list, which the sums of bins share.
+static int64_t rocq__draw_list_bytes(int64_t n_vocab, int64_t n_strips) {
+    const int64_t part = rocq__draw_part(n_strips), n_parts = (n_strips + part - 1) / part;
+    const int64_t list = n_vocab * (int64_t)sizeof(rocq__candidate);
+    return ROCQ__MAX(list, n_parts * (int64_t)sizeof(double[ROCQ__DRAW_BINS][4]));
+}
 
 static int64_t rocq__scratch_sample_cpu(const rocq_ctx *ctx, const void *params) {
     const int64_t n = ((const rocq_sample_params *)params)->logits->ne[0];
     const int64_t n_strips = (n + ROCQ__DRAW - 1) / ROCQ__DRAW;
     (void)ctx;
-    return n * (int64_t)(sizeof(rocq__candidate) + sizeof(float)) +
+    return rocq__draw_list_bytes(n, n_strips) + n * (int64_t)sizeof(float) +
            n_strips * (int64_t)(2 * sizeof(float) + ROCQ__DRAW);
 }
 
@@ -14421,22 +14476,42 @@ static int64_t rocq__draw_list(const rocq__drawing *a, rocq__candidate cut) {
     return n;
 }
 
+// A strip's logits: in place, or in copy with -inf behind the last token.
+static const float *rocq__draw_logits_of(const rocq__drawing *a, int64_t s, float *copy) {
+    const int64_t first = s * ROCQ__DRAW, n = a->n_vocab - first;
+    if (n >= ROCQ__DRAW) return a->x + first;
+    memcpy(copy, a->x + first, (size_t)n * sizeof *copy);
+    for (int64_t i = n; i < ROCQ__DRAW; i++) copy[i] = -INFINITY;
+    return copy;
+}
+
 // The weights of a strip, 0 behind the cut; returns their sum. Of tokens with the cut's logit,
 // those behind it are in later strips or in its own.
 static float rocq__draw_strip(const rocq__drawing *a, int64_t s, rocq__candidate cut,
                               float temperature, float *weight) {
-    const int64_t first = s * ROCQ__DRAW, most = ROCQ__DRAW;
-    const int64_t n = ROCQ__MIN(most, a->n_vocab - first);
-    const float more = cut.logit < INFINITY ? nextafterf(cut.logit, INFINITY) : NAN;
-    const float least = first <= cut.token ? cut.logit : more;
-    memcpy(weight, a->x + first, (size_t)n * sizeof *weight);
-    for (int64_t i = n; i < ROCQ__DRAW; i++) weight[i] = -INFINITY;
-    const int64_t behind = ROCQ__MAX((int64_t)cut.token + 1 - first, 0);
-    for (int64_t i = behind; first <= cut.token && i < n; i++) {
-        if (weight[i] == cut.logit) weight[i] = -INFINITY;
+    const int64_t first = s * ROCQ__DRAW, behind = (int64_t)cut.token + 1 - first;
+    float least = cut.logit;
+    if (behind <= 0) least = least < INFINITY ? nextafterf(least, INFINITY) : NAN;
+    const float *x = rocq__draw_logits_of(a, s, weight);
+    if (behind > 0 && behind < ROCQ__DRAW) {
+        if (x != weight) memcpy(weight, x, ROCQ__DRAW * sizeof *weight);
+        x = weight;
+        for (int64_t i = behind; i < ROCQ__DRAW; i++) {
+            if (weight[i] == cut.logit) weight[i] = -INFINITY;
+        }
     }
+#if ROCQ__HAS_AVX2
+    if (a->avx512 && a->top < INFINITY) {
+        return rocq__weigh_avx512(weight, x, a->top, least, temperature);
+    }
+#endif
     return ROCQ__EITHER(a->simd && a->top < INFINITY, rocq__weigh,
-                        (weight, a->top, least, temperature));
+                        (weight, x, a->top, least, temperature));
+}
+
+// Whether a strip has a candidate up to the cut.
+static inline bool rocq__draw_has(const rocq__drawing *a, int64_t s, rocq__candidate cut) {
+    return a->most[s] > -INFINITY && a->most[s] >= cut.logit;
 }
 
 // The last of the k candidates that come first. They are in strips whose largest logit is no less
@@ -14454,43 +14529,52 @@ static rocq__candidate rocq__draw_top_k(const rocq__drawing *a, int64_t k) {
     return k < n ? rocq__select(a->list, n, a->top, true, (double)k) : cut;
 }
 
+// The bins of parts of the strips and the sums of the weights in each.
+static void rocq__draw_bins_task(void *arg, int64_t part, int64_t end, int32_t thread) {
+    const rocq__drawing *a = (const rocq__drawing *)arg;
+    const int64_t size = rocq__draw_part(a->n_strips);
+    const int middle = ROCQ__DRAW_BINS / 2;
+    float weight[ROCQ__DRAW], copy[ROCQ__DRAW];
+    (void)thread;
+    for (; part < end; part++) {
+        double (*sum)[4] = a->bin_sum[part];
+        memset(sum, 0, sizeof a->bin_sum[part]);
+        const int64_t last = ROCQ__MIN((part + 1) * size, a->n_strips);
+        for (int64_t s = part * size; s < last; s++) {
+            if (!rocq__draw_has(a, s, a->cut)) continue;
+            int8_t *bin = a->bin + s * ROCQ__DRAW;
+            const float *x = rocq__draw_logits_of(a, s, copy);
+            ROCQ__EITHER(a->simd, rocq__bin, (bin, x, a->top));
+            rocq__draw_strip(a, s, a->cut, 1.0f, weight);
+            for (int i = 0; i < ROCQ__DRAW; i += 4) {
+                sum[bin[i] + middle][0] += (double)weight[i];
+                sum[bin[i + 1] + middle][1] += (double)weight[i + 1];
+                sum[bin[i + 2] + middle][2] += (double)weight[i + 2];
+                sum[bin[i + 3] + middle][3] += (double)weight[i + 3];
+            }
+        }
+    }
+}
+
 // Of the candidates up to the cut, the one at which the weights reach their share p. Sums by
-// distance tell in which bin that is; only that one is searched. Four sums for a bin, since an
-// addition to the one that the last weight went to waits for that.
-static rocq__candidate rocq__draw_top_p(const rocq__drawing *a, rocq__candidate cut, double p) {
+// distance tell in which bin that is; only that one is searched.
+static rocq__candidate rocq__draw_top_p(const rocq__drawing *a, double p) {
     enum { LAST = ROCQ__DRAW_BINS - 1, MIDDLE = ROCQ__DRAW_BINS / 2 };
-    double sum[ROCQ__DRAW_BINS][4] = {{0}}, total = 0.0, front = 0.0;
-    float weight[ROCQ__DRAW], x[ROCQ__DRAW];
-    for (int64_t s = 0; s < a->n_strips; s++) {
-        if (!(a->most[s] > -INFINITY && a->most[s] >= cut.logit)) continue;
-        const int64_t first = s * ROCQ__DRAW, most = ROCQ__DRAW;
-        const int64_t n = ROCQ__MIN(a->n_vocab - first, most);
-        const float *at = a->x + first;
-        int8_t *bin = a->bin + first;
-        if (n < most) {
-            memcpy(x, at, (size_t)n * sizeof *x);
-            for (int64_t i = n; i < most; i++) x[i] = -INFINITY;
-            at = x;
-        }
-        ROCQ__EITHER(a->simd, rocq__bin, (bin, at, a->top));
-        rocq__draw_strip(a, s, cut, 1.0f, weight);
-        for (int i = 0; i < ROCQ__DRAW; i += 4) {
-            sum[bin[i] + MIDDLE][0] += (double)weight[i];
-            sum[bin[i + 1] + MIDDLE][1] += (double)weight[i + 1];
-            sum[bin[i + 2] + MIDDLE][2] += (double)weight[i + 2];
-            sum[bin[i + 3] + MIDDLE][3] += (double)weight[i + 3];
+    const int64_t size = rocq__draw_part(a->n_strips);
+    double sum[ROCQ__DRAW_BINS] = {0}, total = 0.0, front = 0.0;
+    for (int64_t part = 0; part * size < a->n_strips; part++) {
+        for (int b = 0; b < ROCQ__DRAW_BINS; b++) {
+            const double *four = a->bin_sum[part][b];
+            sum[b] += (four[0] + four[1]) + (four[2] + four[3]);
         }
     }
-    for (int b = 0; b < ROCQ__DRAW_BINS; b++) {
-        sum[b][0] = (sum[b][0] + sum[b][1]) + (sum[b][2] + sum[b][3]);
-        total += sum[b][0];
-    }
+    for (int b = 0; b < ROCQ__DRAW_BINS; b++) total += sum[b];
     int bin = 0, last = LAST;
-    while (last > 0 && sum[last][0] == 0.0) last--;
-    for (; bin < last && front + sum[bin][0] < p * total; bin++) front += sum[bin][0];
+    while (last > 0 && sum[last] == 0.0) last--;
+    for (; bin < last && front + sum[bin] < p * total; bin++) front += sum[bin];
     int64_t n = 0;
     for (int64_t s = 0; s < a->n_strips; s++) {
-        if (!(a->most[s] > -INFINITY && a->most[s] >= cut.logit)) continue;
+        if (!rocq__draw_has(a, s, a->cut)) continue;
         const int64_t first = s * ROCQ__DRAW, end = ROCQ__MIN(a->n_vocab, first + ROCQ__DRAW);
         for (int64_t t = first; t < end; t++) {
             const void *next = memchr(a->bin + t, bin - MIDDLE, (size_t)(end - t));
@@ -14498,45 +14582,33 @@ static rocq__candidate rocq__draw_top_p(const rocq__drawing *a, rocq__candidate 
             t = (const int8_t *)next - a->bin;
             const rocq__candidate c = {a->x[t], (int32_t)t};
             a->list[n] = c;
-            n += c.logit > -INFINITY && !rocq__before(cut, c);
+            n += c.logit > -INFINITY && !rocq__before(a->cut, c);
         }
     }
     return rocq__select(a->list, n, a->top, false, p * total - front);
 }
 
-// Draws from the candidates up to the cut: the strip first, then the token.
-static int64_t rocq__draw_token(const rocq__drawing *a, rocq__candidate cut, float *prob) {
-    const rocq_sample_params *p = a->p;
+// The weights of strips at the temperature, up to the cut.
+static void rocq__draw_sums_task(void *arg, int64_t s, int64_t end, int32_t thread) {
+    const rocq__drawing *a = (const rocq__drawing *)arg;
     float weight[ROCQ__DRAW];
-    double total = 0.0, front = 0.0, before = 0.0;
-    for (int64_t s = 0; s < a->n_strips; s++) {
-        const bool any = a->most[s] > -INFINITY && a->most[s] >= cut.logit;
-        a->sum[s] = any ? rocq__draw_strip(a, s, cut, p->temperature, weight) : 0.0f;
-        total += (double)a->sum[s];
+    (void)thread;
+    for (; s < end; s++) {
+        a->sum[s] = rocq__draw_has(a, s, a->cut)
+            ? rocq__draw_strip(a, s, a->cut, a->p->temperature, weight) : 0.0f;
     }
-    // front repeats the additions of total, so it passes target; where the product was rounded up
-    // to total, and where a strip's own sum was rounded, the last token with any weight is drawn.
-    const double target = rocq__uniform(p->seed, p->step) * total;
-    int64_t strip = 0, token = 0;
-    for (int64_t s = 0; s < a->n_strips && front <= target; s++) {
-        if (a->sum[s] == 0.0f) continue;
-        strip = s;
-        before = front;
-        front += (double)a->sum[s];
-    }
-    rocq__draw_strip(a, strip, cut, p->temperature, weight);
-    for (int64_t i = 0; i < ROCQ__DRAW && before <= target; i++) {
-        if (weight[i] == 0.0f) continue;
-        before += (double)weight[i];
-        token = strip * ROCQ__DRAW + i;
-        *prob = (float)((double)weight[i] / total);
-    }
-    return token;
 }
 
+static void rocq__draw_end(const rocq__drawing *a, int64_t token, float prob) {
+    *(int32_t *)(void *)rocq__row(a->p->token, 0, 0, 0) = (int32_t)token;
+    if (a->p->prob) *rocq__row_f32(a->p->prob, 0, 0, 0) = prob;
+}
+
+// The first stage: the largest logits and top-k; its items are the parts of top-p.
 static rocq_result rocq__sample_begin(rocq_ctx *ctx, rocq__stage *stage) {
     rocq__drawing *a = (rocq__drawing *)stage->arg;
     const rocq_sample_params *p = a->p;
+    const rocq__candidate all = {-INFINITY, INT32_MAX};
     ROCQ__TRY(rocq__draw_logits(ctx, a));
     for (int64_t s = 0; s < a->n_strips; s++) {
         const int64_t first = s * ROCQ__DRAW, most = ROCQ__DRAW;
@@ -14547,39 +14619,87 @@ static rocq_result rocq__sample_begin(rocq_ctx *ctx, rocq__stage *stage) {
     if (!(a->top > -INFINITY)) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "sample: no token is allowed and has a logit");
     }
-    float prob = 1.0f;
-    int64_t token = best * ROCQ__DRAW;
+    a->cut = all;
+    stage->n = 0;
     if (p->temperature > 0.0f) {
-        rocq__candidate cut = {-INFINITY, INT32_MAX};
-        if (p->top_k > 0) cut = rocq__draw_top_k(a, p->top_k);
-        if (p->top_p > 0.0f && p->top_p < 1.0f) cut = rocq__draw_top_p(a, cut, (double)p->top_p);
-        if (p->min_p > 0.0f) {
-            const rocq__candidate least = {a->top + ROCQ__MIN(logf(p->min_p), 0.0f), INT32_MAX};
-            if (rocq__before(least, cut)) cut = least;
-        }
-        token = rocq__draw_token(a, cut, &prob);
+        if (p->top_k > 0) a->cut = rocq__draw_top_k(a, p->top_k);
+        const int64_t part = rocq__draw_part(a->n_strips);
+        if (p->top_p > 0.0f && p->top_p < 1.0f) stage->n = (a->n_strips + part - 1) / part;
     } else {
+        int64_t token = best * ROCQ__DRAW;
         while (a->x[token] != a->top) token++;
+        rocq__draw_end(a, token, 1.0f);
     }
-    *(int32_t *)(void *)rocq__row(p->token, 0, 0, 0) = (int32_t)token;
-    if (p->prob) *rocq__row_f32(p->prob, 0, 0, 0) = prob;
+    return ROCQ_OK;
+}
+
+// The second stage: the cut of top-p and min-p; its items are the strips.
+static rocq_result rocq__sample_cut(rocq_ctx *ctx, rocq__stage *stage) {
+    rocq__drawing *a = (rocq__drawing *)stage->arg;
+    const rocq_sample_params *p = a->p;
+    (void)ctx;
+    stage->n = p->temperature > 0.0f ? a->n_strips : 0;
+    if (stage->n == 0) return ROCQ_OK;
+    if (p->top_p > 0.0f && p->top_p < 1.0f) a->cut = rocq__draw_top_p(a, (double)p->top_p);
+    if (p->min_p > 0.0f) {
+        const rocq__candidate least = {a->top + ROCQ__MIN(logf(p->min_p), 0.0f), INT32_MAX};
+        if (rocq__before(least, a->cut)) a->cut = least;
+    }
+    return ROCQ_OK;
+}
+
+// The last stage draws from the candidates up to the cut: the strip first, then the token.
+static rocq_result rocq__sample_draw(rocq_ctx *ctx, rocq__stage *stage) {
+    rocq__drawing *a = (rocq__drawing *)stage->arg;
+    const rocq_sample_params *p = a->p;
+    float weight[ROCQ__DRAW], prob = 1.0f;
+    double total = 0.0, front = 0.0, before = 0.0;
+    (void)ctx;
+    if (!(p->temperature > 0.0f)) return ROCQ_OK;
+    for (int64_t s = 0; s < a->n_strips; s++) total += (double)a->sum[s];
+    // front repeats the additions of total, so it passes target; where the product was rounded up
+    // to total, and where a strip's own sum was rounded, the last token with any weight is drawn.
+    const double target = rocq__uniform(p->seed, p->step) * total;
+    int64_t strip = 0, token = 0;
+    for (int64_t s = 0; s < a->n_strips && front <= target; s++) {
+        if (a->sum[s] == 0.0f) continue;
+        strip = s;
+        before = front;
+        front += (double)a->sum[s];
+    }
+    rocq__draw_strip(a, strip, a->cut, p->temperature, weight);
+    for (int64_t i = 0; i < ROCQ__DRAW && before <= target; i++) {
+        if (weight[i] == 0.0f) continue;
+        before += (double)weight[i];
+        token = strip * ROCQ__DRAW + i;
+        prob = (float)((double)weight[i] / total);
+    }
+    rocq__draw_end(a, token, prob);
     return ROCQ_OK;
 }
 
 static void rocq__plan_sample_cpu(rocq__plan *plan, rocq_op op, const void *params) {
     rocq__drawing *a = (rocq__drawing *)rocq__plan_take(plan, sizeof *a);
+    const int64_t weigh = 16 * ROCQ__DRAW; // multiplications of a strip
     (void)op;
     a->p = (const rocq_sample_params *)params;
     a->simd = plan->ctx->has_simd;
+    a->avx512 = a->simd && plan->ctx->has_avx512;
     a->n_vocab = a->p->logits->ne[0];
     a->n_strips = (a->n_vocab + ROCQ__DRAW - 1) / ROCQ__DRAW;
     a->list = (rocq__candidate *)plan->scratch;
     a->count = (int32_t *)plan->scratch;
-    a->changed = (float *)(void *)(a->list + a->n_vocab);
+    a->bin_sum = (double (*)[ROCQ__DRAW_BINS][4])(void *)plan->scratch;
+    a->changed =
+        (float *)(void *)(plan->scratch + rocq__draw_list_bytes(a->n_vocab, a->n_strips));
     a->most = a->changed + a->n_vocab;
     a->sum = a->most + a->n_strips;
     a->bin = (int8_t *)(void *)(a->sum + a->n_strips);
-    rocq__plan_stage(plan, NULL, a, 0, 1)->begin = rocq__sample_begin;
+    const int64_t bins = rocq__plan_grain(plan, weigh * rocq__draw_part(a->n_strips));
+    rocq__plan_stage(plan, rocq__draw_bins_task, a, 0, bins)->begin = rocq__sample_begin;
+    const int64_t sums = rocq__plan_grain(plan, weigh);
+    rocq__plan_stage(plan, rocq__draw_sums_task, a, 0, sums)->begin = rocq__sample_cut;
+    rocq__plan_stage(plan, NULL, a, 0, 1)->begin = rocq__sample_draw;
 }
 
 // -- route --
