@@ -2748,6 +2748,8 @@ enum {
     ROCQ_K_MATVEC_ROWS = 4,   // rows of w that a wave works on at once
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
     ROCQ_K_MATVEC_PRODUCTS = 4, // most products of the same x in one launch
+    ROCQ_K_MATVEC_LOW = 1024,   // most rows of product 0 of a launch with `low`
+    ROCQ_K_LOW_WORDS = 4 + 2 * ROCQ_K_MATVEC_LOW, // a count, and behind it two sets of words
     ROCQ_K_MATVEC_ROW_K = 4096, // largest K of a matvec_row
     ROCQ_K_MATVEC_LDS = 2048,   // most bytes of LDS that a matvec has, and a matvec_row
     ROCQ_K_MATVEC_ROW_LDS = ROCQ_K_MATVEC_ROW_K / 32 * 34 + 384,
@@ -2997,9 +2999,10 @@ typedef struct rocq_k_lora {
 //             and its columns are x_column0 and up
 //   lora      of each product, where has_lora is set, what is added to w x and to w2 x
 //   low       of int8_low and row_low: product 0, whose w is Q8_0, makes the t that lora of the
-//             others reads, in the same launch, in blocks of its own. Those of the others wait for
-//             them by a counter; a block that has waited in vain makes t itself, so no order of
-//             blocks is needed. No product may write what product 0 reads, and only lora reads t
+//             others reads, in the same launch, in blocks of its own. Each t of lora lies in it.
+//             Blocks of the others wait for its numbers; one that has waited in vain makes t
+//             itself, so no order of blocks is needed. No product may write what product 0 reads,
+//             and only lora reads t
 typedef struct rocq_k_matvec_args {
     rocq_k_common common;
     const void *x;      // INT8: planar Q8_0 [K, x_columns]; F32: floats [K, n] with x_stride; row:
@@ -3023,8 +3026,8 @@ typedef struct rocq_k_matvec_args {
     } row;
     rocq_k_lora lora[ROCQ_K_MATVEC_PRODUCTS][2];
     struct {
-        uint32_t *counter;   // 0 before and after
-        uint32_t n_blocks;   // of the products behind product 0, which has block_begin[1] blocks
+        uint32_t *words;     // [ROCQ_K_LOW_WORDS], at first 0; only such launches change them
+        uint32_t n_blocks;   // of the launch
     } low;
 } rocq_k_matvec_args;
 
@@ -17528,6 +17531,7 @@ typedef struct rocq__gpu {
     void *stream;          // the only queue: a second one would cost power even when idle
     uint32_t *status;      // [1], set by kernels that meet an index out of range
     uint32_t *counters;    // [ROCQ__COUNTERS]
+    uint32_t *low_words;   // [ROCQ_K_LOW_WORDS]
     uint32_t *pinned;      // [64] host memory that status and self-test results are copied to
     rocq__ring ring;
     rocq__block *scratch;
@@ -19243,7 +19247,7 @@ static int64_t rocq__matvec_args(rocq__job *job, const rocq__product *g, int32_t
         args->block_begin[i] = i < n_products ? (uint32_t)blocks : UINT32_MAX;
         if (i < n_products) blocks += (g[i].w.ne[1] + block_rows - 1) / block_rows;
     }
-    if (low) args->low.n_blocks = (uint32_t)blocks - args->block_begin[1];
+    args->low.n_blocks = (uint32_t)blocks;
     return blocks;
 }
 
@@ -19314,9 +19318,7 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
             args.row.y = rocq__device_data(norm->y);
         }
     }
-    if (low && !job->planning && job->result == ROCQ_OK) {
-        job->result = rocq__counters_hip(job->ctx, 1, &args.low.counter);
-    }
+    if (low && !job->planning) args.low.words = job->ctx->gpu->low_words;
     for (int64_t i3 = 0; i3 < x->ne[3]; i3++) {
         for (int64_t i2 = 0; i2 < x->ne[2]; i2++) {
             rocq__matvec_move(&args, g, n_products, x, i2, i3);
@@ -19798,9 +19800,6 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
     }
     if (adapts) rocq__product_adapter(job, g);
 }
-
-// Most rows of product 0 of a launch with `low`, and of each other one: see matvec_low_wait.
-enum { ROCQ__LOW_RANKS = 1 << 12, ROCQ__LOW_ROWS = 1 << 20 };
 
 // How many products from first on share a launch: as many as fit, of one path, and of one format
 // (or all of formats that are only read) but for INT8 with one column, where other formats mix.
@@ -23277,6 +23276,13 @@ static bool rocq__in_range(const rocq_tensor *t, rocq__range range) {
     return t && rocq__ranges_cross(rocq__range_of(t), range);
 }
 
+// Whether t is NULL or lies in range.
+static bool rocq__is_within(const rocq_tensor *t, rocq__range range) {
+    if (!t) return true;
+    const rocq__range own = rocq__range_of(t);
+    return own.begin >= range.begin && own.end <= range.end;
+}
+
 // The product of an adapter's A and x into products of that x whose adapters read it, for one
 // column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch. Blocks load
 // gate, residual and bias before they wait for that product, and one that waits in vain computes it
@@ -23290,7 +23296,7 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
     int32_t n = 1;
     if (low.next || low.w2 || low.lora_b || low.y->format != ROCQ_F32 ||
         low.w->format != ROCQ_Q8_0 ||
-        rocq_tensor_count(low.x) != low.x->ne[0] || low.y->ne[0] > ROCQ__LOW_RANKS ||
+        rocq_tensor_count(low.x) != low.x->ne[0] || low.y->ne[0] > ROCQ_K_MATVEC_LOW ||
         rocq__product_path(ctx, &low, low.w) != ROCQ_PRECISION_INT8) {
         return false;
     }
@@ -23302,7 +23308,8 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
             rocq__in_range(p->bias, made)) {
             return false;
         }
-        if (!rocq__same_tensor(p->x, low.x) || p->w->ne[1] > ROCQ__LOW_ROWS ||
+        if (!rocq__same_tensor(p->x, low.x) || !rocq__is_within(p->lora_t, made) ||
+            !rocq__is_within(p->lora_t2, made) ||
             (p->lora_b && !rocq__fuses_lora(p->lora_b, p->lora_t)) ||
             (p->lora_b2 && !rocq__fuses_lora(p->lora_b2, p->lora_t2)) ||
             (p->w2 && p->w2->format != p->w->format)) {
@@ -25509,8 +25516,8 @@ static rocq_result rocq__share(rocq_ctx *ctx) {
 static rocq_result rocq__device_try(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
-    const int64_t line = 256; // bytes: status, then self-test results, then counters
-    const int64_t size = 2 * line + (int64_t)ROCQ__COUNTERS * 4;
+    const int64_t line = 256; // bytes: status, then self-test results, counters, low_words
+    const int64_t size = 2 * line + (int64_t)(ROCQ__COUNTERS + ROCQ_K_LOW_WORDS) * 4;
     size_t device_bytes = 0;
     void *pinned = NULL;
     rocq__block *block;
@@ -25537,6 +25544,7 @@ static rocq_result rocq__device_try(rocq_ctx *ctx) {
     ROCQ__TRY(rocq__device_alloc(ctx, "device memory", size, ROCQ_MEMORY_DEVICE, &block));
     gpu->status = (uint32_t *)block->address;
     gpu->counters = gpu->status + 2 * line / 4;
+    gpu->low_words = gpu->counters + ROCQ__COUNTERS;
     args.out = gpu->status + line / 4;
     ROCQ__TRY(rocq__fill_hip(ctx, block->address, 0, size));
     ROCQ__TRY_HIP("self-test", rocq__hip_launch(gpu, ROCQ_K_selftest, 1, 1, ROCQ_K_WAVE, &args));

@@ -100,9 +100,7 @@
 //   fence_device             release and acquire fence at device scope
 //   atomic_inc(p)            relaxed; returns the old value
 //   atomic_add(p, n)         relaxed
-//   atomic_publish(p, n)     the same, release at device scope
-//   atomic_look(p)           loads what others add; behind look_over() what they had stored before
-//                            an atomic_publish is there
+//   atomic_look(p)           loads what others add; relaxed
 //   lds_add(p, n), lds_take(p, n)    atomic, in LDS; lds_take returns the old value
 //   frag, frag_c, wmma       16x16x16 on the matrix unit, see there
 //   WMMA_LDS, wmma_lds       whether four waves can multiply straight from LDS, see there
@@ -166,15 +164,11 @@ DEV uint32_t block_index_z() { return blockIdx.z; }
 DEV void fence_device() { __threadfence(); }
 DEV uint32_t atomic_inc(uint32_t *p) { return atomicAdd(p, 1u); }
 DEV void atomic_add(uint32_t *p, uint32_t n) { atomicAdd(p, n); }
-DEV void atomic_publish(uint32_t *p, uint32_t n) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(n) : "memory");
-}
 DEV uint32_t atomic_look(const uint32_t *p) {
     uint32_t v;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-DEV void look_over() {}
 DEV void atomic_or(uint32_t *p, uint32_t bits) { atomicOr(p, bits); }
 DEV void lds_add(uint32_t *p, uint32_t v) { atomicAdd(p, v); }
 DEV void lds_add(unsigned long long *p, unsigned long long v) { atomicAdd(p, v); }
@@ -542,13 +536,9 @@ DEV uint32_t atomic_inc(uint32_t *p) {
 DEV void atomic_add(uint32_t *p, uint32_t n) {
     __hip_atomic_fetch_add(p, n, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
-DEV void atomic_publish(uint32_t *p, uint32_t n) {
-    __hip_atomic_fetch_add(p, n, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
-}
 DEV uint32_t atomic_look(const uint32_t *p) {
     return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
-DEV void look_over() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
 DEV void atomic_or(uint32_t *p, uint32_t bits) {
     __hip_atomic_fetch_or(p, bits, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
@@ -3074,7 +3064,7 @@ DEV void matvec_tail_lora(const rocq_k_matvec_args &a, int product, int row, mat
 template <bool LOW> DEV int matvec_k_shift(const rocq_k_matvec_args &a, int product) {
     return LOW && product == 0 ? __ffs(a.k_step / ROCQ_K_WAVE) - 1 : a.k_shift;
 }
-// With LOW, what adapters add is left to matvec_tail_lora.
+// With LOW, what adapters add is left to matvec_low_tail.
 template <bool LOW>
 DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int first_row) {
     const rocq_k_matvec_args &a = reread(a0);
@@ -3205,65 +3195,116 @@ DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p,
     for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) computed(touched[r]);
 }
 
-// `low` of rocq_k_matvec_args: the blocks of product 0 make t = A x, which the n_blocks other
-// blocks of the launch read. A counter tells these when t is complete. Nobody resets it, since all
-// that a launch adds to it is 1 << 32 in total, which leaves a uint32_t as it was, 0:
-//   - each other block adds 1, when it ends;
-//   - each block of product 0 adds 1 << 20, when its rows are stored, except block 0, which adds
-//     whatever the total lacks.
-// So the missing amount, -counter, is 1 to n_blocks from when t is complete until the last other
-// block ends. Before t is complete it is at least 1 << 20, or 0 while nobody has added anything;
-// ~counter, which is -counter - 1, is then at least n_blocks in both cases. The host sees to it
-// that n_blocks is below 1 << 20 and that product 0 has at most 1 << 10 blocks (ROCQ__LOW_ROWS,
-// ROCQ__LOW_RANKS).
+// `low` of rocq_k_matvec_args: the blocks of product 0 make t = A x, which the other blocks of the
+// launch read. Each number of t has a word in memory, which is 0 until the number is known, and
+// then the complement of its bits: so a block that waits for t looks at these words alone, and what
+// it sees there at last is t. No fence and no second trip to memory lies between a product's sum
+// and the epilogue that needs it.
+// There are two sets of words, which launches use by turns. The first blocks of a launch zero the
+// set of the next one. The turn is the highest bit of word 0, to which a launch adds 1 << 31 in
+// total, so that it changes when the last block ends: each block but the first adds 1, and that one
+// whatever the total lacks.
 enum { MATVEC_LOOKS = 4096 }; // for some milliseconds
-DEV bool matvec_low_wait(const rocq_k_matvec_args &a) {
-    const uint32_t *const counter = a.low.counter, n_blocks = a.low.n_blocks;
-    bool done = false;
-#pragma unroll 1
-    for (int i = 0; i < MATVEC_LOOKS && !done; i++) done = ~atomic_look(counter) < n_blocks;
-    look_over();
-    return done;
+DEV uint32_t *matvec_low_words(const rocq_k_matvec_args &a, uint32_t turn) {
+    return a.low.words + 4 + turn * ROCQ_K_MATVEC_LOW;
 }
-DEV void matvec_low_stored(const rocq_k_matvec_args &a, uint32_t block) {
-    const uint32_t rest = 0u - (((a.block_begin[1] - 1) << 20) + a.low.n_blocks);
-    atomic_publish(a.low.counter, block == 0 ? rest : 1u << 20);
+DEV void matvec_low_put(uint32_t *words, int row, float t) {
+    const uint32_t word = ~bits<uint32_t>(t);
+    atomic_or(words + row, word != 0 ? word : 1 << 30); // of a NaN another NaN
+}
+DEV void matvec_low_clear(const rocq_k_matvec_args &a, uint32_t block, uint32_t turn) {
+    uint32_t *const words = matvec_low_words(a, turn ^ 1);
+    const uint32_t step = a.block_begin[1] * 256;
+    for (uint32_t i = block * 256 + thread_index(); i < ROCQ_K_MATVEC_LOW; i += step) {
+        gstore(words + i, 0);
+    }
 }
 
 // Nothing promises that the blocks of product 0, which have the lowest numbers, begin before blocks
-// that wait for them. So one that has waited in vain computes all of product 0 itself, as its
-// blocks do, and stores the same bits.
+// that wait for them. So the wave of a block that has waited in vain computes all of product 0
+// itself, as its blocks do, and stores the same bits.
 template <bool ROW>
-DEV void matvec_low_help(const rocq_k_matvec_args &a0, int wave, const u32x4 *row_x, float *sums) {
+DEV void matvec_low_help(const rocq_k_matvec_args &a0, const u32x4 *row_x, uint32_t *words,
+                         float *sums) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
     const rocq_k_matvec_args &a = reread(a0);
     const rocq_k_matvec_weights &p = a.product[0].weights;
     const int k_shift = matvec_k_shift<true>(a, 0);
 #pragma unroll 1
     for (int first = 0; first < p.m; first += ROWS * ROCQ_K_MATVEC_WAVES >> k_shift) {
-        const int row = first + (wave >> k_shift) * ROWS, k_wave = wave & ((1 << k_shift) - 1);
-        block_sync_lds(); // the sums of before have been read
-        if (row < p.m) {
-            matvec_products<ROCQ_K_ID_q8_0, 1, true, ROW>(a, p, row, k_wave, ROCQ_K_WAVE << k_shift,
-                                                          row_x, sums + wave * ROWS);
+        wave_sync(); // the sums of before have been read
+#pragma unroll 1
+        for (int wave = 0; wave < ROCQ_K_MATVEC_WAVES; wave++) {
+            const int row = first + (wave >> k_shift) * ROWS;
+            if (row >= p.m) break;
+            matvec_products<ROCQ_K_ID_q8_0, 1, true, ROW>(a, p, row, wave & ((1 << k_shift) - 1),
+                                                          ROCQ_K_WAVE << k_shift, row_x,
+                                                          sums + wave * ROWS);
         }
         const matvec_tail tail = matvec_tail_of<true>(a, 0, first);
-        block_sync_lds();
+        wave_sync();
         if (!tail.live) continue;
         const float y = matvec_y(tail, matvec_pair_of<1>(tail, sums));
         put_float(tail.y_format, tail.y, first + tail.r, y);
+        matvec_low_put(words, first + tail.r, y);
     }
-    block_sync(); // stores of before are seen
+    wave_sync(); // the last sums have been read
 }
-// A prefetch for the time of the wait: loads the first word of the row's B, of each adapter.
-DEV void matvec_low_touch(const rocq_k_matvec_args &a, int product, int row, uint32_t touched[2]) {
+
+// The numbers of B that a lane takes at a time: 16 of its row, of each adapter.
+struct matvec_low_b {
+    u32x4 v[2][2];
+};
+DEV matvec_low_b matvec_low_load(const rocq_k_matvec_args &a, int product, int row, int rank0) {
+    matvec_low_b b;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const rocq_k_lora &lora = a.lora[product][i];
-        touched[i] = 0;
-        if (lora.rank > 0) touched[i] = gload((const uint32_t *)((const char *)lora.b +
-                                                                 row * lora.b_stride));
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            b.v[i][h] = make4(0, 0, 0, 0);
+            if (rank0 + 8 * h >= lora.rank) continue;
+            b.v[i][h] = gload((const u32x4 *)((const char *)lora.b + row * lora.b_stride) +
+                              rank0 / 8 + h);
+        }
     }
+    return b;
+}
+// Sets t.lora when t = A x is there, all lanes of a wave together. A lane looks at one word: the
+// first 16 at those of w, the others at those of w2. Returns false if that was in vain.
+DEV bool matvec_low_tail(const rocq_k_matvec_args &a, int product, int row, matvec_low_b b,
+                         const uint32_t *words, matvec_tail &t) {
+    const rocq_k_lora *const lora = a.lora[product];
+    const rocq_k_lora &own = lora[lane_index() / 16];
+    const uint32_t *const from = own.rank > 0 ? words + (own.t - (const float *)a.product[0].y)
+                                              : words;
+    float sums[2] = {0.0f, 0.0f};
+#pragma unroll 1
+    for (int rank0 = 0; rank0 < max(lora[0].rank, lora[1].rank); rank0 += 16) {
+        if (rank0 > 0) b = matvec_low_load(a, product, row, rank0);
+        const int r = rank0 + lane_index() % 16;
+        uint32_t word = r < own.rank ? 0 : 1;
+#pragma unroll 1
+        for (int i = 0; i < MATVEC_LOOKS && word == 0; i++) word = atomic_look(from + r);
+        if (wave_ballot(word == 0) != 0) return false;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if (rank0 + 8 * h >= lora[i].rank) continue;
+#pragma unroll
+                for (int e = 0; e < 8; e++) {
+                    float u[4];
+                    decode_vector<ROCQ_F16>(b.v[i][h], e / 4, u);
+                    const uint32_t t_bits = ~wave_read(word, 16 * i + 8 * h + e);
+                    sums[i] = fmaf(u[e % 4], bits<float>(t_bits), sums[i]);
+                }
+            }
+        }
+    }
+    t.lora[0] = lora[0].rank > 0 ? lora[0].scale * sums[0] : 0.0f;
+    t.lora[1] = lora[1].rank > 0 ? lora[1].scale * sums[1] : 0.0f;
+    return true;
 }
 
 // What a block does. F: the format of all products, or MATVEC_MIXED where each product has its own,
@@ -3322,34 +3363,40 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     }
     if (row < p.m) matvec_share<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
     matvec_tail tail = matvec_tail_of<LOW>(a, product, first_row);
-    uint32_t touched[2] = {0, 0};
-    if (LOW && tail.live) matvec_low_touch(a, product, first_row + tail.r, touched);
-    block_sync_lds();
-    if (!LOW && !tail.live) return;
-    matvec_pair both = {0.0f, 1.0f};
-    if (!LOW || tail.live) both = matvec_pair_of<N>(tail, sums);
-    if (LOW && product != 0) {
-        // The answer is put where sums of w2 x were: wave 0, which has all that is live, has read
-        // them, and may put Q8_0 through the others before another wave has read the answer.
-        float *const waited = sums + ROCQ_K_MATVEC_WAVES * ROWS;
-        wave_sync();
-        if (thread_index() == 0) lput(waited, matvec_low_wait(a) ? 1.0f : 0.0f);
+    if constexpr (LOW) {
+        const int lora_row = first_row + min((int)thread_index(), tail.m - 1 - first_row);
+        matvec_low_b b;
+        uint32_t turn = 0;
+        if (product == 0 || wave == 0) turn = atomic_look(a.low.words) >> 31;
+        if (product == 0) matvec_low_clear(a, block, turn);
+        else if (wave == 0) b = matvec_low_load(a, product, lora_row, 0);
         block_sync_lds();
-        computed(touched[0]);
-        computed(touched[1]);
-        if (lget(waited) == 0.0f) matvec_low_help<ROW>(a, wave, row_x, sums);
-        if (tail.live) matvec_tail_lora(a, product, first_row + tail.r, tail);
+        if (wave != 0) return; // wave 0 has all that is live
+        uint32_t *const words = matvec_low_words(a, turn);
+        matvec_pair both = {0.0f, 1.0f};
+        if (tail.live) both = matvec_pair_of<N>(tail, sums);
+        if (product != 0) {
+            while (!matvec_low_tail(a, product, lora_row, b, words, tail)) {
+                matvec_low_help<ROW>(a, row_x, words, sums);
+                b = matvec_low_load(a, product, lora_row, 0);
+            }
+        }
+        if (tail.live) {
+            const float y = matvec_y(tail, both);
+            if (product == 0) matvec_low_put(words, first_row + tail.r, y);
+            if (tail.y_format == ROCQ_Q8_0) matvec_put_q8_0<N>(a, tail, first_row, sums, y);
+            else put_float(tail.y_format, tail.y + tail.c * tail.y_stride, first_row + tail.r, y);
+        }
+        wave_sync();
+        if (thread_index() != 0) return;
+        atomic_add(a.low.words, block == 0 ? (1u << 31) - (a.low.n_blocks - 1) : 1);
+        return;
     }
-    if (!LOW || tail.live) {
-        const float y = matvec_y(tail, both);
-        if (tail.y_format == ROCQ_Q8_0) matvec_put_q8_0<N>(a, tail, first_row, sums, y);
-        else put_float(tail.y_format, tail.y + tail.c * tail.y_stride, first_row + tail.r, y);
-    }
-    if (!LOW) return;
-    wave_sync();
-    if (thread_index() != 0) return;
-    if (product == 0) matvec_low_stored(a, block);
-    else atomic_add(a.low.counter, 1);
+    block_sync_lds();
+    if (!tail.live) return;
+    const float y = matvec_y(tail, matvec_pair_of<N>(tail, sums));
+    if (tail.y_format == ROCQ_Q8_0) matvec_put_q8_0<N>(a, tail, first_row, sums, y);
+    else put_float(tail.y_format, tail.y + tail.c * tail.y_stride, first_row + tail.r, y);
 }
 
 // The occupancy in waves a SIMD that the compiler has to allow for. It is the most for which

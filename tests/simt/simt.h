@@ -893,15 +893,10 @@ DEV void atomic_add(uint32_t *p, uint32_t n, SIMT_LINE) {
     simt_global_access(p, sizeof *p, SIMT_ATOMIC, nullptr, line);
     *p += n;
 }
-DEV void atomic_publish(uint32_t *p, uint32_t n, SIMT_LINE) {
-    simt_global_access(p, sizeof *p, SIMT_ATOMIC, nullptr, line);
-    *p += n;
-}
 DEV uint32_t atomic_look(const uint32_t *p, SIMT_LINE) {
     simt_global_access(p, sizeof *p, SIMT_ATOMIC, nullptr, line);
     return *p;
 }
-DEV void look_over() {}
 DEV void atomic_or(uint32_t *p, uint32_t bits, SIMT_LINE) {
     simt_global_access(p, sizeof *p, SIMT_ATOMIC, nullptr, line);
     *p |= bits;
