@@ -2989,7 +2989,7 @@ typedef struct rocq_k_lora {
 //   grid      blocks of ROCQ_K_MATVEC_WAVES waves. A block has R = 32 / k_waves rows of a product;
 //             product i has (m + R - 1) / R blocks, the first of which is block_begin[i]
 //   products  same x, k and n; one format but for mixed, low and read; w2 has w's format, shape and
-//             place
+//             place; low takes ROCQ_K_LOW_FORMATS
 //   int8      k a multiple of the block of w's format; w, w2 and x planar, aligned to 16 bytes
 //   row       x and row.weight F32 [K], aligned to 16 bytes, K up to ROCQ_K_MATVEC_ROW_K
 //   f32       x and x_stride * 4 aligned to 16 bytes. With plain w any alignment of whole elements
@@ -3391,6 +3391,8 @@ typedef struct rocq_k_adamw_args {
 #define ROCQ_K_READ_FORMATS(F, X) \
     F(X, iq2_xxs) F(X, iq2_xs) F(X, iq2_s) F(X, iq3_xxs) F(X, iq3_s) F(X, iq1_s) F(X, iq1_m) \
     F(X, tq1_0) F(X, tq2_0) F(X, nvfp4)
+#define ROCQ_K_LOW_FORMATS(F, X) /* of w, for kernels with `low`: few, so few registers */ \
+    F(X, q4_0) F(X, q8_0) F(X, q4_K) F(X, q6_K)
 #define ROCQ_K_PLAIN_FORMATS(F, X) F(X, f32) F(X, f16) F(X, bf16)
 #define ROCQ_K_ALL_FORMATS(F, X) \
     ROCQ_K_PLAIN_FORMATS(F, X) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
@@ -23283,6 +23285,14 @@ static bool rocq__is_within(const rocq_tensor *t, rocq__range range) {
     return own.begin >= range.begin && own.end <= range.end;
 }
 
+// Whether the kernels with `low` take w.
+static bool rocq__low_takes(const rocq_tensor *w) {
+#define ROCQ_X(X, f) if ((int)w->format == ROCQ_K_ID_##f) return true;
+    ROCQ_K_LOW_FORMATS(ROCQ_X, )
+#undef ROCQ_X
+    return false;
+}
+
 // The product of an adapter's A and x into products of that x whose adapters read it, for one
 // column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch. Blocks load
 // gate, residual and bias before they wait for that product, and one that waits in vain computes it
@@ -23308,7 +23318,8 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
             rocq__in_range(p->bias, made)) {
             return false;
         }
-        if (!rocq__same_tensor(p->x, low.x) || !rocq__is_within(p->lora_t, made) ||
+        if (!rocq__same_tensor(p->x, low.x) || !rocq__low_takes(p->w) ||
+            !rocq__is_within(p->lora_t, made) ||
             !rocq__is_within(p->lora_t2, made) ||
             (p->lora_b && !rocq__fuses_lora(p->lora_b, p->lora_t)) ||
             (p->lora_b2 && !rocq__fuses_lora(p->lora_b2, p->lora_t2)) ||
