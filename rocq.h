@@ -3183,10 +3183,12 @@ typedef struct rocq_k_matmul_args {
 //   work      n_splits > 1: n_tiles n_kv_heads n_seqs n_splits (D + 2) columns-of-a-block floats
 //   counter   n_splits > 1: n_tiles n_kv_heads n_seqs words, zero before and after. By it a block
 //             knows that it is the last of its tile, and merges
-//   step      0, but for attention_step, whose blocks have one head each: most runs of a head, and
-//             n_splits is group step then, group fastest; work has step (D + 2) floats and counter
-//             a word for each head of a sequence. n_q and n_tiles are 1, K and V plain F16, Q F32,
-//             all in rows of whole 16 bytes, and there is no mask, cap, window, sink or lse
+//   step      0, but for attention_step, whose blocks have one head each. There the positions of a
+//             head are cut into at most `step` runs, n_splits is group step, and split r group + h
+//             has run r of head h of the group. With step > 1 work has step (D + 2) floats, and
+//             counter a word, for each head of a sequence. n_q and n_tiles are 1, K and V plain
+//             F16, Q F32, all in rows of whole 16 bytes, and there is no mask, cap, window, sink or
+//             lse
 // The launches of a cut grid must run one after the other, since they may share tiles.
 typedef struct rocq_k_attention_args {
     rocq_k_common common;
@@ -20000,11 +20002,12 @@ static bool rocq__attention_aligned(const rocq_tensor *t) {
     return (((uint64_t)(uintptr_t)k.data | (uint64_t)all) & 15) == 0;
 }
 
-// Whether attention is of a decode step of the kind that attention_step does: one query, K and V in
-// plain F16, and nothing but causal. Each head of a group reads K and V, which for long sequences
-// takes longer than attention_decode, where all heads of a group are in one block. It looks at no
-// tuned configuration, and at nothing of a rope_append before it, so that results are the same with
-// and without that in the launch.
+// Whether the kernel attention_step can do this attention: one query, K and V in plain F16, and no
+// option but causal. Its blocks have one head each, so each head of a group reads K and V for
+// itself. For long sequences, from ROCQ__ATTENTION_STEP on, that takes longer than
+// attention_decode, where one block has all heads of a group. The answer depends neither on a tuned
+// configuration nor on whether a rope_append has been joined with the attention, so that joining
+// changes no result.
 static bool rocq__attention_steps(const rocq_attention_params *p) {
     const rocq_tensor *const kv[2] = {p->k, p->v};
     const int64_t d = p->q->ne[0], group = p->q->ne[1] / p->k->ne[1];
@@ -20043,7 +20046,8 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     const int64_t group = n_heads / n_kv_heads;
     const int64_t heads = n_heads * n_seqs, units = rocq__chip_of(job->ctx)->n_units;
     int64_t n_splits = blocks <= ROCQ__COUNTERS ? config.n_splits : 1, runs = 0;
-    // In a step a block for each head, where the chip has them, and for each of its runs.
+    // attention_step has a block for each run of each head. Where heads share K and V it is used
+    // only if the chip has a unit for every head.
     if (decode && n_tiles == 1 && (group == 1 || heads <= units) && rocq__attention_steps(p)) {
         const int64_t most = (int64_t)site.n * head_dim / ROCQ__ATTENTION_FLIGHT;
         runs = heads <= ROCQ__COUNTERS ? ROCQ__ATTENTION_BLOCKS * units / heads : 1;
@@ -21609,9 +21613,10 @@ static rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char 
 // that is too large to be saved, or does not change from step to step: weights, tables, and the
 // cache that attention reads. The check of a replay leaves it as it is.
 //
-// The shape has a character for each dimension, and the dimensions behind the last have size 1. A
-// letter is one size in all operands of the op, and its capital, which stands in a later line, that
-// size or 1; a digit is itself. What a dot stands for is not checked by the table.
+// The shape has a character for each dimension; dimensions behind the last one have size 1. A small
+// letter stands for a size, which is the same wherever the op's operands have that letter: y of
+// "mnbc" is the product of w of "kmpq" and x of "knbc". Its capital, which only a later line has,
+// is that size or 1. A digit is the size itself. Where there is a dot, the table allows any size.
 enum { ROCQ__IN, ROCQ__IN_PLACE, ROCQ__INDEX, ROCQ__KEPT, ROCQ__OUT };
 enum { ROCQ__MAX_OPERANDS = 11 * ROCQ__MOST_PRODUCTS }; // of one op; the most a matmul chain has
 
@@ -21823,8 +21828,8 @@ static const void *rocq__next_params(rocq_op op, const void *params) {
     return op == ROCQ_OP_MATMUL ? ((const rocq_matmul_params *)params)->next : NULL;
 }
 
-// Checks the sizes of an operand against its shape. sizes: of the letters that operands before it
-// have set, else 0.
+// Checks the sizes of an operand against its shape. sizes[i] is the size that the i-th letter has
+// had in the operands before, 0 if none of them has it; this operand's new letters are added.
 static rocq_result rocq__check_letters(rocq_ctx *ctx, const char *op_name, const rocq__operand *o,
                                        const rocq_tensor *t, int64_t sizes[26]) {
     const char *shape = o->shape;
@@ -23346,11 +23351,12 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
 }
 
 // rope_append into attention for one token (kernels attention_decode and attention_step). Each
-// block rotates the queries that it needs, and a block that reads the new position first rotates
-// the key; such a block, or of attention_step the first one, stores it and the value in the caches.
-// Rotated queries are not stored, so nothing may read q behind the attention, unless that writes
-// its result there. As blocks do not wait for each other, the attention may write nothing that
-// rope_append reads, and rope_append nothing but the caches that the attention reads.
+// block rotates the queries that it needs, and a block that may read the new position rotates its
+// key before that. In attention_decode each such block, and the first one of the KV head, stores
+// the key and the value in the caches; in attention_step only the first one does. Rotated queries
+// are not stored, so nothing may read q behind the attention, unless that writes its result there.
+// As blocks do not wait for each other, the attention may write nothing that rope_append reads, and
+// rope_append nothing but the caches that the attention reads.
 static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
     const rocq__node *next = node->next;
     const rocq_rope_append_params *append = (const rocq_rope_append_params *)node->params;
@@ -23395,10 +23401,10 @@ static bool rocq__same_norm(const rocq_norm_params *a, const rocq_norm_params *b
 
 // RMSNorm into the F32 products of a router, and these into the choice of experts, for one token
 // (kernel router); before it there may be the same norm in Q8_0, for the experts. Blocks do not
-// wait for each other. Only the choice of experts runs after all that have rows, but not after the
-// one that stores both results of the norm: that may still read the norm's x and weight then. So
-// neither the products nor the choice may write these, and nothing of both but the products' x may
-// overlap a result of the norm.
+// wait for each other, but for the choice of experts, which runs when all blocks that have rows are
+// done. One more block stores both results of the norm, and may still read the norm's x and weight
+// when the choice runs. So neither the products nor the choice may write x or weight, and of all
+// that they read and write only the products' x may overlap a result of the norm.
 static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__node *node,
                                             rocq__joined *before) {
     const rocq_norm_params *norm = (const rocq_norm_params *)node->params, *coded = NULL;

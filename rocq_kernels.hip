@@ -6429,11 +6429,12 @@ DEV void attend_append(const rocq_k_attention_args &a0, f16 *q_tile, float *scra
     block_sync();
 }
 
-// A decode step over plain F16 rows (attention_step, args.step). A kernel of its own with about a
-// third of attention_decode's code, because a step's weights evict all code from the caches between
-// two launches; it requests K and V before it rotates Q, and it stages no tiles. A block has one
-// head and a run of its positions, and the blocks of a run of a KV head's group lie side by side.
-// The waves of a block take KV tiles in turn.
+// A decode step over plain F16 rows (attention_step, args.step). From one launch of it to the next
+// the weights of a layer evict its code from the caches, so each launch reads its code from memory:
+// this is a kernel of its own because it has about a third of attention_decode's code. It requests
+// K and V before it rotates Q, and it stages no tiles. A block has one head and a run of positions.
+// Blocks that have the same run for the heads of one group are neighbours in the grid, so that they
+// find each other's K and V in the caches. The waves of a block take KV tiles in turn.
 //
 //   D                  64   128
 //   LANES of a row      8    16    each with 8 elements, 16 bytes
@@ -6445,10 +6446,10 @@ DEV void attend_append(const rocq_k_attention_args &a0, f16 *q_tile, float *scra
 //   P = 2^(s - m)              m and l of a group; weights go to all its lanes through LDS
 //   o[e] += P V                in F32, of a lane's 8 elements and a group's positions
 //
-// A wave adds up its groups of lanes relative to one maximum and leaves o, m and l in LDS, where
-// the waves are added up. With several runs that goes to work, o and then m and l; in the last
-// block of a head to finish, its waves take the runs in turn, leave their sums in LDS, and these
-// are added up as before.
+// A wave rescales the sums of its groups of lanes to the largest m among them, adds them up and
+// leaves o, m and l in LDS, where the block merges its waves in the same way. If a head has several
+// runs, each block stores its o, and then m and l, in work. The last block of a head to finish
+// merges the runs: its waves take them in turn and leave their sums in LDS, to be merged as before.
 // LDS     4 or 5 KB: Q and the new rows of K and V in F16, angles, a wave's weights and rows of
 //         pages, sums of the waves
 // Values  Q is rounded to F16, weights and sums are F32. A NaN or infinity in V stays in its column
