@@ -3092,7 +3092,7 @@ static void test_lds_decoded(void **state) {
 }
 
 // Where a matrix is decoded to F16 in scratch memory first: ragged rows, columns and blocks of that
-// launch, batches, K in splits, and a pair, whose two matrices take the same scratch memory in turn.
+// launch, batches, K in splits, and a pair, whose matrices take the same scratch memory in turn.
 static void test_matmul_halves(void **state) {
     (void)state;
     static const struct { int64_t m, n, k, units; } sizes[] = {
