@@ -848,6 +848,19 @@ template <typename T> DEV const T &reread(const T &args) {
     return args;
 #endif
 }
+// The same under a name of its own at each use: two uses of reread are the same memory to the
+// compiler, which keeps fields in registers from one to the other.
+template <typename T> DEV const T &reread_anew(const T &args) {
+#if defined(__GFX11__)
+    typedef const __attribute__((address_space(4))) T constant;
+    (void)args;
+    constant *p = (constant *)__builtin_amdgcn_kernarg_segment_ptr();
+    asm("" : "+s"(p));
+    return *(const T *)p;
+#else
+    return args;
+#endif
+}
 
 // From here on every platform is the same.
 
@@ -3072,7 +3085,7 @@ template <bool LOW> DEV int matvec_k_shift(const rocq_k_matvec_args &a, int prod
 // With LOW, what adapters add is left to matvec_low_tail.
 template <bool LOW>
 DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int first_row) {
-    const rocq_k_matvec_args &a = reread(a0);
+    const rocq_k_matvec_args &a = LOW ? reread_anew(a0) : reread(a0);
     const rocq_k_matvec_product &p = a.product[product];
     const float *bias = p.bias;
     const char *gate = (const char *)p.gate, *residual = (const char *)p.residual;
@@ -3277,8 +3290,9 @@ DEV matvec_low_b matvec_low_load(const rocq_k_matvec_args &a, int product, int r
 }
 // Sets t.lora when t = A x is there, all lanes of a wave together. A lane looks at one word: the
 // first 16 at those of w, the others at those of w2. Returns false if that was in vain.
-DEV bool matvec_low_tail(const rocq_k_matvec_args &a, int product, int row, matvec_low_b b,
+DEV bool matvec_low_tail(const rocq_k_matvec_args &a0, int product, int row, matvec_low_b b,
                          const uint32_t *words, matvec_tail &t) {
+    const rocq_k_matvec_args &a = reread_anew(a0);
     const rocq_k_lora *const lora = a.lora[product];
     const rocq_k_lora &own = lora[lane_index() / 16];
     const uint32_t *const from = own.rank > 0 ? words + (own.t - (const float *)a.product[0].y)
