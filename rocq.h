@@ -14308,8 +14308,11 @@ static ROCQ__TARGET_AVX512 float rocq__weigh_avx512(float *weight, const float *
         const __mmask16 kept = _mm512_cmp_ps_mask(v, _mm512_set1_ps(least), _CMP_NLT_UQ) &
             _mm512_cmp_ps_mask(below, low, _CMP_NLT_UQ);
         below = _mm512_min_ps(high, _mm512_max_ps(low, below));
-        const __m512 k = _mm512_roundscale_ps(_mm512_mul_ps(below, _mm512_set1_ps(1.44269504f)),
-                                              _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        // Rounded by way of an integer: _mm512_roundscale_ps is a macro at -O0 whose mask of -1
+        // makes gcc 12 warn of a sign conversion here.
+        const __m512i exponent =
+            _mm512_cvtps_epi32(_mm512_mul_ps(below, _mm512_set1_ps(1.44269504f)));
+        const __m512 k = _mm512_cvtepi32_ps(exponent);
         const __m512 r =
             _mm512_fnmadd_ps(k, _mm512_set1_ps(-2.12194440e-4f),
                              _mm512_fnmadd_ps(k, _mm512_set1_ps(0.693359375f), below));
@@ -14317,8 +14320,8 @@ static ROCQ__TARGET_AVX512 float rocq__weigh_avx512(float *weight, const float *
         ROCQ__UNROLL
         for (int j = 1; j < 5; j++) e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(rocq__exp_term[j]));
         e = _mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_fmadd_ps(e, _mm512_mul_ps(r, r), r));
-        const __m512i power = _mm512_slli_epi32(
-            _mm512_add_epi32(_mm512_cvtps_epi32(k), _mm512_set1_epi32(127)), 23);
+        const __m512i power =
+            _mm512_slli_epi32(_mm512_add_epi32(exponent, _mm512_set1_epi32(127)), 23);
         e = _mm512_maskz_mul_ps(kept, e, _mm512_castsi512_ps(power));
         _mm512_storeu_ps(weight + i, e);
         sum = rocq__v8_add(sum, _mm512_castps512_ps256(e));
@@ -18704,7 +18707,8 @@ enum { ROCQ__BUS_BYTES_PER_US = 32000 };
 
 // As many bytes of the device's memory as take the time of bytes that come through the bus.
 static double rocq__bus_bytes(const rocq_ctx *ctx, double bytes) {
-    return bytes * ROCQ__MAX(rocq__chip_of(ctx)->bytes_per_us / ROCQ__BUS_BYTES_PER_US, 1.0);
+    const double bus = ROCQ__BUS_BYTES_PER_US;
+    return bytes * ROCQ__MAX(rocq__chip_of(ctx)->bytes_per_us / bus, 1.0);
 }
 
 // Microseconds that work is estimated to take, at half of each peak rate. Where products take the
