@@ -3228,7 +3228,7 @@ DEV uint32_t *matvec_low_words(const rocq_k_matvec_args &a, uint32_t turn) {
 }
 DEV void matvec_low_put(uint32_t *words, int row, float t) {
     const uint32_t word = ~bits<uint32_t>(t);
-    atomic_or(words + row, word != 0 ? word : 1 << 30); // of a NaN another NaN
+    atomic_or(words + row, word != 0 ? word : 1); // ~1 is a NaN too; 0 says not there yet
 }
 DEV void matvec_low_clear(const rocq_k_matvec_args &a, uint32_t block, uint32_t turn) {
     uint32_t *const words = matvec_low_words(a, turn ^ 1);
