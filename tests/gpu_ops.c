@@ -2400,14 +2400,18 @@ static void test_graph_joins_low(void **state) {
     (void)state;
     const uint64_t saved = random_state;
     static const rocq_format formats[] = {ROCQ_Q4_K, ROCQ_Q8_0, ROCQ_Q6_K, ROCQ_Q4_0};
-    for (int i = 0; i < 18; i++) {
+    for (int i = 0; i < 25; i++) {
         const int n = i % 3 == 0 ? 3 : 1;
         const bool pair = i % 3 == 1, normed = i % 4 < 2, as_f32 = i == 8, gates = i == 11;
+        const bool other = i >= 18 && i <= 20; // a w in a format that the kernels do not know
+        const bool over = i == 21, full = i == 22; // t of 1,032 rows, and of 1,024
+        const bool away = i == 23 || i == 24; // the last product reads a t that is not made here
         const bool coarse = i == 12; // A in another format than Q8_0
         const bool coded = i == 14 || i == 16; // y in Q8_0, with zeros
         const bool in_place = i == 15, takes_t = i == 17; // t is its own residual, or that of y
         const int64_t k = i % 5 == 4 ? 4352 : i % 5 == 3 ? 4096 : i % 5 == 2 ? 2048 : 768;
-        const int64_t rank = i % 2 ? 16 : 8, all = rank * (pair ? 2 : n);
+        const int64_t rank = over ? 344 : full ? 512 : i % 2 ? 16 : 8;
+        const int64_t all = rank * (pair ? 2 : n);
         const int64_t m = gates || takes_t ? all : pair || coded ? 96 : n == 3 ? 70 : k;
         box x = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1);
         box weight = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1);
@@ -2416,6 +2420,7 @@ static void test_graph_joins_low(void **state) {
         box a = box_make(BOX_PLAIN, coarse ? ROCQ_Q4_0 : ROCQ_Q8_0, k, all, 1, 1);
         box t = in_place ? box_random(BOX_PLAIN, ROCQ_F32, 1, all, 1, 1, 1)
                          : box_make(BOX_PLAIN, ROCQ_F32, all, 1, 1, 1);
+        box elsewhere = box_random(BOX_PLAIN, ROCQ_F32, 1, rank, 1, 1, 1);
         box w[4], b[4], y[3];
         rocq_matmul_params p[3];
         rocq_tensor parts[4];
@@ -2427,7 +2432,8 @@ static void test_graph_joins_low(void **state) {
         memset(p, 0, sizeof p);
         for (int j = 0; j < n + pair; j++) {
             const int64_t rows = j == 2 ? 33 : m;
-            w[j] = box_make(BOX_PLAIN, formats[(i + (pair ? 0 : j)) % 4], k, rows, 1, 1);
+            const rocq_format f = formats[(i + (pair ? 0 : j)) % 4];
+            w[j] = box_make(BOX_PLAIN, other && (pair || j == n - 1) ? ROCQ_Q5_K : f, k, rows, 1, 1);
             b[j] = box_random(BOX_PLAIN, as_f32 ? ROCQ_F32 : ROCQ_F16, 0.1f, rank, rows, 1, 1);
             random_weights(&w[j]);
             on_gpu_as(&w[j], true);
@@ -2436,7 +2442,8 @@ static void test_graph_joins_low(void **state) {
                          : box_random(BOX_PLAIN, ROCQ_F32, 1, rows, 1, 1, 1);
             if (coded) on_gpu_as(&y[j], i == 14);
             p[j] = (rocq_matmul_params){.y = &y[j].t, .w = &w[j].t, .x = &h.t, .lora_b = &b[j].t,
-                                        .lora_t = &t.t, .next = j + 1 < n ? &p[j + 1] : NULL};
+                                        .lora_t = away && j == n - 1 ? &elsewhere.t : &t.t,
+                                        .next = j + 1 < n ? &p[j + 1] : NULL};
             out[1 + j] = &y[j];
         }
         if (pair) {
@@ -2460,18 +2467,19 @@ static void test_graph_joins_low(void **state) {
         any_params *const products = &j.p[j.n - 1];
         for (int q = 0; q < n + pair; q++) {
             parts[q] = rocq_tensor_slice(moved(&t.t), 0, q * rank, rank);
+            if (away && q == n - 1) continue;
             if (q < n) products->chain[q].lora_t = &parts[q];
             else products->matmul.lora_t2 = &parts[q];
         }
         const int apart = normed && k > ROCQ_K_MATVEC_ROW_K; // the norm has a launch of its own
-        const bool two = gates || coarse || in_place || takes_t;
+        const bool two = gates || coarse || in_place || takes_t || other || over || away;
         joined_check(&j, out, 1 + n, apart + (as_f32 ? 3 : two ? 2 : 1),
                      say("adapters of %d of %d, case %d", n, (int)k, i));
         for (int q = 0; q < n + pair; q++) {
             boxes_free(&w[q], &b[q]);
             if (q < n) box_free(&y[q]);
         }
-        boxes_free(&x, &weight, &gate, &h, &a, &t);
+        boxes_free(&x, &weight, &gate, &h, &a, &t, &elsewhere);
     }
     random_state = saved;
 }
