@@ -3457,8 +3457,8 @@ ROCQ_K_INT8_FORMATS(ROCQ_X_ROW, )
 KERNEL_WAVES(matvec_row_mixed, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_MIXED, 1, true, true>(a);
 }
-// A step of a 1.1B with adapters took 807 us on an H200 with 4 waves, 795 with 6 and 820 with 8 when
-// the tail was not yet loaded anew behind a vain wait; as it is, with 6, 799 to 816 (7d94879).
+// A step of a 1.1B with adapters took 807 us on an H200 with 4 waves, 795 with 6 and 820 with 8,
+// before the tail was loaded anew behind a vain wait; as it is, with 6, 799 to 816 (7d94879).
 KERNEL_WAVES(matvec_int8_low_n1, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_LOW, 1, true, false, true>(a);
 }
