@@ -6943,7 +6943,13 @@ typedef struct rocq__gguf_scan {
 
 static void rocq__gguf_stop(rocq__gguf_scan *scan, rocq_result result, const char *why,
                             uint64_t number) {
+    char whole[96];
     if (scan->result != ROCQ_OK) return;
+    if (result == ROCQ_E_TRUNCATED) {
+        snprintf(whole, sizeof whole, "the file ends at byte %lld, before %s",
+                 (long long)scan->file->size, why);
+        why = whole;
+    }
     scan->result =
         rocq__gguf_bad(scan->file, scan->index, scan->record, scan->at, result, why, number);
 }
@@ -6953,7 +6959,7 @@ static bool rocq__gguf_need(rocq__gguf_scan *scan, uint64_t n) {
     rocq_gguf *file = scan->file;
     if (scan->result != ROCQ_OK) return false;
     if (n > (uint64_t)(file->size - scan->at)) {
-        rocq__gguf_stop(scan, ROCQ_E_TRUNCATED, "the file ends before this many more bytes", n);
+        rocq__gguf_stop(scan, ROCQ_E_TRUNCATED, "this many more bytes", n);
         return false;
     }
     const int64_t end = scan->at + (int64_t)n;
@@ -7013,7 +7019,7 @@ static void rocq__gguf_scan_value(rocq__gguf_scan *scan) {
     if (size == 0) rocq__gguf_stop(scan, ROCQ_E_CORRUPT, "type of value is not 0 to 12", type);
     if (scan->result != ROCQ_OK) return;
     if (count > (uint64_t)(scan->file->size - scan->at) / (uint64_t)size) {
-        rocq__gguf_stop(scan, ROCQ_E_TRUNCATED, "the file ends before an array of length", count);
+        rocq__gguf_stop(scan, ROCQ_E_TRUNCATED, "the end of an array of length", count);
     } else if (type == ROCQ_GGUF_STRING) {
         for (uint64_t i = 0; i < count && scan->result == ROCQ_OK; i++) {
             rocq__gguf_skip(scan, rocq__gguf_take(scan, 8));
@@ -7244,7 +7250,8 @@ static rocq_result rocq__gguf_parse(rocq_gguf *file) {
     scan.file = file;
     const uint64_t magic = rocq__gguf_take(&scan, 4);
     if (magic != 0x46554747u)
-        rocq__gguf_stop(&scan, ROCQ_E_MAGIC, "not a GGUF file, it starts with", magic);
+        rocq__gguf_stop(&scan, ROCQ_E_MAGIC, "not a GGUF file, whose first number is "
+                        "1179993927; it is", magic);
     const uint64_t version = rocq__gguf_take(&scan, 4);
     if (version != 0 && (version & 0xffffu) == 0) {
         rocq__gguf_stop(&scan, ROCQ_E_VERSION, "a big-endian file, its version reads", version);
@@ -7256,11 +7263,11 @@ static rocq_result rocq__gguf_parse(rocq_gguf *file) {
     const uint64_t n_values = rocq__gguf_take(&scan, 8);
     const uint64_t left = (uint64_t)(file->size - scan.at);
     if (n_tensors > left / ROCQ__GGUF_MIN_TENSOR) {
-        rocq__gguf_stop(&scan, ROCQ_E_TRUNCATED, "the file ends before this many tensors",
+        rocq__gguf_stop(&scan, ROCQ_E_TRUNCATED, "this many tensors",
                         n_tensors);
     }
     if (n_values > left / ROCQ__GGUF_MIN_VALUE) {
-        rocq__gguf_stop(&scan, ROCQ_E_TRUNCATED, "the file ends before this many values", n_values);
+        rocq__gguf_stop(&scan, ROCQ_E_TRUNCATED, "this many values", n_values);
     }
     if (scan.result != ROCQ_OK) return scan.result;
 
@@ -7395,7 +7402,12 @@ static rocq_result rocq__gguf_open_others(rocq_gguf *file, const rocq_gguf_desc 
     ROCQ__TRY(rocq__gguf_split(file, "split.no", &number));
     ROCQ__TRY(rocq__gguf_split(file, "split.tensors.count", &tensors));
     if (count < 2) return ROCQ_OK;
-    if (number != 0 || count > MOST) {
+    if (count > MOST) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "gguf: '%s' is one of %lld files of a model by "
+                          "its metadata (split.count), expected at most %d", desc->path,
+                          (long long)count, (int)MOST);
+    }
+    if (number != 0) {
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "gguf: '%s' is file %lld of %lld of a model: "
                           "open the first", desc->path, (long long)number + 1, (long long)count);
     }
@@ -7714,9 +7726,11 @@ static rocq_result rocq__read_failed(rocq_ctx *ctx, rocq_str name, int64_t offse
 
 static rocq_result rocq__gguf_unread(rocq_ctx *ctx, const char *op, const char *name,
                                      uint32_t type_id) {
-    return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: tensor '%s' has the type %s (id %lu), which rocq "
-                      "does not read", op, name, rocq__gguf_type_name(type_id),
+#define ROCQ_X(NAME, lower, id, elems, bytes) " " #NAME
+    return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: tensor '%s' has the type %s (id %lu), expected one "
+                      "of I8 I32" ROCQ_FORMATS(ROCQ_X), op, name, rocq__gguf_type_name(type_id),
                       (unsigned long)type_id);
+#undef ROCQ_X
 }
 
 ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,

@@ -417,7 +417,8 @@ static rocq_result llama__read(llama_model *m, const rocq_gguf *file, const char
     snprintf(key, sizeof key, "%s.%s", m->family, name);
     *there = rocq_gguf_find_value(file, key, &value) == ROCQ_OK;
     if (!*there && required) {
-        return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no %s", key);
+        return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no %s, expected %s", key,
+                           whole ? "an integer" : "a number");
     }
     if (!*there) return ROCQ_OK;
     if (value.is_array && (value.count < 1 || value.count != m->n_layers)) {
@@ -536,7 +537,8 @@ static rocq_result llama__read_rope(llama_model *m, const rocq_gguf *file) {
     const bool none = rocq_str_equal(scaling, "none"), yarn = rocq_str_equal(scaling, "yarn");
     if (!none && !yarn && !rocq_str_equal(scaling, "linear") &&
         !rocq_str_equal(scaling, "longrope")) { // whose factors are tensors
-        return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s \"%.*s\" is not supported", key,
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s is \"%.*s\", expected \"none\", \"linear\", "
+                           "\"yarn\" or \"longrope\"", key,
                            (int)(scaling.length < 100 ? scaling.length : 100), scaling.data);
     }
     if (rope->n_dims > m->head_dim || rope->n_dims % 2 != 0) {
@@ -578,13 +580,34 @@ static rocq_result llama__read_experts(llama_model *m, const rocq_gguf *file) {
                        "number of experts", m->family, (int)m->n_used, (int)m->n_experts);
 }
 
+// The size of an embedding, and how many heads share it: all shapes follow from it, so a wrong one
+// would be found later, as something else that is wrong.
+static rocq_result llama__read_width(llama_model *m, const rocq_gguf *file) {
+    rocq_gguf_tensor rows;
+    LLAMA__TRY(llama__read_int(m, file, "embedding_length", LLAMA__REQUIRED, &m->n_embd));
+    if (rocq_gguf_find_tensor(file, "token_embd.weight", &rows) == ROCQ_OK &&
+        rows.ne[0] != m->n_embd) {
+        return llama__fail(m, ROCQ_E_SHAPE, "%s.embedding_length is %d, expected %.0f, the size of "
+                           "token_embd.weight's rows", m->family, (int)m->n_embd,
+                           (double)rows.ne[0]);
+    }
+    LLAMA__TRY(llama__read_int(m, file, "attention.head_count", LLAMA__REQUIRED, &m->n_heads));
+    const int32_t split = m->n_embd % m->n_heads == 0 ? m->n_embd / m->n_heads : 0;
+    LLAMA__TRY(llama__read_int(m, file, "attention.key_length", split, &m->head_dim));
+    if (m->head_dim > 0) return ROCQ_OK;
+    return llama__fail(m, ROCQ_E_CORRUPT, "%s.attention.head_count is %d, expected a divisor of "
+                       "embedding_length, %d, as there is no attention.key_length", m->family,
+                       (int)m->n_heads, (int)m->n_embd);
+}
+
 static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
     rocq_str name;
     rocq_gguf_value tokens;
     int32_t value_dim;
     const rocq_result named = rocq_gguf_get_str(file, "general.architecture", &name);
     if (named == ROCQ_E_NOT_FOUND) {
-        return llama__fail(m, named, "the file has no general.architecture");
+        return llama__fail(m, named, "the file has no general.architecture, expected the name of a "
+                           "family, as \"%s\"", llama__families[0].name);
     }
     if (named != ROCQ_OK) {
         return llama__mistyped(m, named, file, "general.architecture", "a string");
@@ -619,14 +642,12 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
     }
     m->rope.pairing = m->row->pairing;
     m->activation = m->row->activation;
-    LLAMA__TRY(llama__read_int(m, file, "embedding_length", LLAMA__REQUIRED, &m->n_embd));
+    LLAMA__TRY(llama__read_width(m, file));
     LLAMA__TRY(llama__read_experts(m, file));
     LLAMA__TRY(llama__read_int(m, file, "context_length", LLAMA__REQUIRED, &m->n_ctx_train));
-    LLAMA__TRY(llama__read_int(m, file, "attention.head_count", LLAMA__REQUIRED, &m->n_heads));
     LLAMA__TRY(llama__read_float(m, file, m->row->norm_eps, LLAMA__REQUIRED, &m->norm_eps));
-    const int32_t split = m->n_embd / m->n_heads;
-    LLAMA__TRY(llama__read_int(m, file, "attention.key_length", split, &m->head_dim));
-    LLAMA__TRY(llama__read_int(m, file, "attention.value_length", split, &value_dim));
+    LLAMA__TRY(llama__read_int(m, file, "attention.value_length", m->n_embd / m->n_heads,
+                               &value_dim));
     if (value_dim != m->head_dim) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s.attention.value_length is %d, expected %d, "
                            "as attention.key_length", m->family, (int)value_dim,

@@ -373,29 +373,60 @@ typedef struct llama__list {
     char (*text)[64]; // of the names
 } llama__list;
 
+// How many layers the file has tensors of.
+static int64_t llama__layers_of(const rocq_gguf *file) {
+    int64_t n = 0;
+    rocq_gguf_tensor t;
+    for (int64_t i = 0; i < rocq_gguf_tensor_count(file); i++) {
+        int64_t layer = 0;
+        if (rocq_gguf_tensor_at(file, i, &t) != ROCQ_OK || t.name.length < 6 ||
+            memcmp(t.name.data, "blk.", 4) != 0) continue;
+        for (int64_t k = 4; k < t.name.length && k < 10; k++) {
+            const char c = t.name.data[k];
+            if (c == '.' && layer >= n) n = layer + 1;
+            if (c < '0' || c > '9') break;
+            layer = 10 * layer + (c - '0');
+        }
+    }
+    return n;
+}
+
+// What a tensor that is missing, or that no layer has, comes from where block_count is wrong.
+static rocq_result llama__check_layers(llama_model *m, const rocq_gguf *file) {
+    const int64_t n = llama__layers_of(file);
+    if (n == m->n_layers + m->n_ahead) return ROCQ_OK;
+    return llama__fail(m, ROCQ_E_SHAPE, "%s.block_count is %d, expected %.0f: the file has tensors "
+                       "of so many layers", m->family, (int)(m->n_layers + m->n_ahead), (double)n);
+}
+
 // Finds one weight, and lists it.
 static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__list *list,
                                const llama__weight *w, const char *name, const int64_t *size,
                                rocq_tensor *place) {
     const int64_t cols = size[w->cols], rows = size[w->rows];
+    const int64_t slices = w->flags & LLAMA__BY_EXPERT ? m->n_experts : 1;
     rocq_gguf_tensor found;
     if ((w->flags & LLAMA__APART) && m->n_apart == 0) return ROCQ_OK;
     if ((w->flags & LLAMA__BESIDE) && m->n_ff == 0) return ROCQ_OK;
     if (rocq_gguf_find_tensor(file, name, &found) != ROCQ_OK) {
         if (w->flags & LLAMA__OPTIONAL) return ROCQ_OK;
-        return llama__fail(m, ROCQ_E_NOT_FOUND, "tensor %s is missing", name);
+        if (strncmp(name, "blk.", 4) == 0) LLAMA__TRY(llama__check_layers(m, file));
+        return llama__fail(m, ROCQ_E_NOT_FOUND, "tensor %s is missing, expected %.0f x %.0f x %.0f",
+                           name, (double)cols, (double)rows, (double)slices);
     }
-    const int64_t slices = w->flags & LLAMA__BY_EXPERT ? m->n_experts : 1;
     if (found.ne[0] != cols || found.ne[1] != rows || found.ne[2] != slices || found.ne[3] != 1) {
         return llama__fail(m, ROCQ_E_SHAPE, "tensor %s is %.0f x %.0f x %.0f, expected %.0f x %.0f "
                            "x %.0f", name, (double)found.ne[0], (double)found.ne[1],
                            (double)found.ne[2], (double)cols, (double)rows, (double)slices);
     }
     const bool exact = rows == 1 || (w->flags & LLAMA__F32);
-    if (!found.known || found.format == ROCQ_I32 || (exact && found.format != ROCQ_F32)) {
-        return llama__fail(m, ROCQ_E_FORMAT, "tensor %s has the type %s (id %u), which cannot be "
-                           "used here%s", name, found.type_name, (unsigned)found.type_id,
-                           exact && found.known ? ": expected F32" : "");
+    if (!found.known || found.format == ROCQ_I32 || found.format == ROCQ_I8 ||
+        (exact && found.format != ROCQ_F32)) {
+#define LLAMA__NAME(NAME, lower, id, elems, bytes) " " #NAME
+        return llama__fail(m, ROCQ_E_FORMAT, "tensor %s has the type %s (id %u), expected%s", name,
+                           found.type_name, (unsigned)found.type_id,
+                           exact ? " F32 (id 0)" : " one of" ROCQ_FORMATS(LLAMA__NAME));
+#undef LLAMA__NAME
     }
     const int32_t i = m->n_weights++;
     snprintf(list->text[i], sizeof list->text[i], "%s", name);
@@ -427,6 +458,7 @@ static rocq_result llama__check_count(llama_model *m, const rocq_gguf *file, lla
             listed = rocq_str_equal(t.name, list->names[k]);
         }
         if (listed || llama__is_ahead(m, t.name)) continue;
+        LLAMA__TRY(llama__check_layers(m, file));
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "of the file's %.0f tensors a %s model of %d "
                            "layers has %d; %.*s is none of them",
                            (double)rocq_gguf_tensor_count(file), m->family, (int)m->n_layers,
@@ -1162,7 +1194,8 @@ static rocq_result llama__make_cache(llama_model *m) {
     const char *name = m->options.kv_format ? m->options.kv_format : "f16";
     rocq_format format;
     if (rocq_format_from_name(&format, name) != ROCQ_OK) {
-        return llama__fail(m, ROCQ_E_FORMAT, "there is no format %s for a KV cache", name);
+        return llama__fail(m, ROCQ_E_FORMAT, "the KV cache's format is %s, expected f16, f32, "
+                           "bf16, q8_0 or q4_0", name);
     }
     for (int k = 0; k < 2; k++) LLAMA__TRY(llama__make_kv(m, k, format));
     return ROCQ_OK;
@@ -1345,8 +1378,8 @@ static rocq_result llama__make_site(llama_model *m, llama__loras *q, int64_t k) 
             q->n_pairs[j]++;
             n_ranks[i] += pair->rank;
             if (n_ranks[i] > 512) {
-                return llama__fail(m, ROCQ_E_UNSUPPORTED, "the ranks for %s are more than 512",
-                                   name);
+                return llama__fail(m, ROCQ_E_UNSUPPORTED, "the ranks for %s add up to %.0f, "
+                                   "expected at most 512", name, (double)n_ranks[i]);
             }
             in = w->ne[0];
             out[i] = w->ne[1];
@@ -1505,8 +1538,9 @@ static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     m->n_ctx = m->n_ctx_train < 4096 ? m->n_ctx_train : 4096;
     if (m->options.n_ctx > 0) m->n_ctx = m->options.n_ctx;
     if (m->row->bit == LLAMA__GPT2 && m->n_ctx > m->n_ctx_train) {
-        return llama__fail(m, ROCQ_E_BOUNDS, "a context of %d: the model has learned %d positions",
-                           (int)m->n_ctx, (int)m->n_ctx_train);
+        return llama__fail(m, ROCQ_E_BOUNDS, "a context of %d, expected at most the %d "
+                           "positions that the model has learned", (int)m->n_ctx,
+                           (int)m->n_ctx_train);
     }
     m->n_batch = m->options.n_batch > 0 ? m->options.n_batch : 128;
     if (m->n_batch > m->n_ctx) m->n_batch = m->n_ctx;
