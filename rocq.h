@@ -114,8 +114,8 @@
 
    >>steps
    -------
-   This whole program, valid C11 and C++17, multiplies a weight of a model with a vector, on a GPU
-   or on the CPU. README.md has it too.
+   This whole program, C11 that gcc and clang also take as C++17, multiplies a weight of a model
+   with a vector, on a GPU or on the CPU. README.md has it too.
 
        #define ROCQ_IMPLEMENTATION
        #include "rocq.h"
@@ -3781,7 +3781,15 @@ enum { ROCQ__GUARD = 0 };
 #endif
 #if ROCQ__HAS_AVX2
 #include <cpuid.h>
+#if defined(__cplusplus) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push // as C++, gcc 12's own header warns wherever it is inlined
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
+#else
+#include <immintrin.h>
+#endif
 #endif
 #if ROCQ__HAS_NEON
 #include <arm_neon.h>
