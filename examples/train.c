@@ -41,7 +41,8 @@ static const char usage[] =
     "    --alpha X        an adapter is added X / N times (N)\n"
     "    --targets LIST   matrices with an adapter, as in q,v: of q k v output gate up down; of\n"
     "                     gpt2's qkv output up down (all)\n"
-    "    --out FILE       the result: with --lora an adapter, else the model, as GGUF\n"
+    "    --out FILE       the result: with --lora an adapter, else the model, as GGUF (what was\n"
+    "                     learnt is lost)\n"
     "    --format NAME    of the model's matrices in it: f32, f16 or bf16 (f32)\n"
     "    --steps N        steps in all, or\n"
     "    --epochs X       how often all of the data is seen (1)\n"
@@ -635,6 +636,15 @@ static bool save(run *r) {
     return train_save(&r->t, r->o.checkpoint) == ROCQ_OK || fail(r->o.checkpoint, r->t.error);
 }
 
+// What can never be written is refused before the training, not after it.
+static bool can_write(run *r, const char *path) {
+    rocq_file *file = NULL;
+    if (!path) return true;
+    if (!create_file(r->ctx, &file, path)) return false;
+    rocq_file_close(&file, false);
+    return true;
+}
+
 static bool write_result(run *r) {
     rocq_format format = ROCQ_F32;
     if (!r->o.out) return true;
@@ -700,6 +710,7 @@ static bool whole_run(run *r) {
         return fail("--format", "can be f32, f16 or bf16");
     }
     if (!open_model(r) || !open_trainer(r) || !open_data(r) || !resume(r)) return false;
+    if (!can_write(r, r->o.checkpoint) || !can_write(r, r->o.out)) return false;
     if (r->o.stats && rocq_profile_start(r->ctx, &profile) != ROCQ_OK) {
         return fail("profile", rocq_error(r->ctx));
     }

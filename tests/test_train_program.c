@@ -373,6 +373,13 @@ static void test_bad_input(void **state) {
     expect_kept(WITH("--bogus"), "--bogus");
     expect_kept(WITH("--context", "1"), "--context cannot be");
     expect_failure(WITH("--csv", FOLDER "/none/x.csv"), "none/x.csv");
+    write_file(OUT, "precious");
+    const outcome *o = WITH("--checkpoint", FOLDER "/none/x.gguf"); // before a step is done
+    expect_kept(o, "none/x.gguf");
+    assert_null(strstr(o->out, "step "));
+    o = RUN(small_path, "--data", TEXT_FILE, USUAL, "--steps", "2", "--out", FOLDER "/none/x.gguf");
+    expect_failure(o, "none/x.gguf");
+    assert_null(strstr(o->out, "step "));
 }
 
 // The sum that a checkpoint should hold: of its fingerprint, train.user and all other tensors.
