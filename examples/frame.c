@@ -332,6 +332,7 @@ static void summarize(const game *g, const char *what, bool speech) {
 static bool report(game *g, int64_t n_allocs) {
     if (g->stats) {
         double time = 0;
+        fflush(stdout); // the text ends before the figures begin
         for (int32_t i = 0; i < g->n_frames; i++) time += 1e-3 * (double)g->frames[i].ms;
         summarize(g, "frame", false);
         if (!g->silent) summarize(g, "slice", true);

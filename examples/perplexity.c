@@ -179,6 +179,7 @@ static int32_t parse_context(const char *text) {
 int main(int argc, char **argv) {
     static job j; // zeroed
     static const char *const devices[] = {"auto", "cpu", "gpu"}; // in the order of rocq_backend
+    const bool help = argc == 2 && strcmp(argv[1], "--help") == 0;
     bool good = argc >= 3;
     j.kernels = getenv("ROCQ_KERNELS");
     for (int i = 3; i < argc && good; i++) {
@@ -199,9 +200,11 @@ int main(int argc, char **argv) {
         } else good = false;
     }
     if (!good) {
-        fprintf(stderr, "usage: perplexity model.gguf text.txt [--documents] [-c context]"
-                        " [--kv f32|f16|bf16|q8_0|q4_0] [--device auto|cpu|gpu]"
-                        " [--kernels file]\n");
+        fprintf(help ? stdout : stderr,
+                "usage: perplexity model.gguf text.txt [--documents] [-c context]"
+                " [--kv f32|f16|bf16|q8_0|q4_0] [--device auto|cpu|gpu] [--kernels file]\n");
+        if (help && fclose(stdout) != 0) fail("stdout", "cannot be written");
+        else if (help) return 0;
         return 1;
     }
     j.model_path = argv[1];

@@ -361,11 +361,13 @@ static bool parse(job *j, int argc, char **argv) {
 
 int main(int argc, char **argv) {
     static job j; // zeroed
-    if (!parse(&j, argc, argv)) {
-        fprintf(stderr, "usage: quantize in.gguf out.gguf q4_k_m|keep|FORMAT [--lora FILE[:X]]...\n"
-                        "formats: f32 f16 bf16 q4_0 q4_1 q5_0 q5_1 q8_0 q2_k q3_k q4_k q5_k q6_k"
-                        " iq4_nl iq4_xs mxfp4\n");
-        return 1;
+    const bool help = argc == 2 && strcmp(argv[1], "--help") == 0;
+    if (help || !parse(&j, argc, argv)) {
+        fprintf(help ? stdout : stderr,
+                "usage: quantize in.gguf out.gguf q4_k_m|keep|FORMAT [--lora FILE[:X]]...\n"
+                "formats: f32 f16 bf16 q4_0 q4_1 q5_0 q5_1 q8_0 q2_k q3_k q4_k q5_k q6_k"
+                " iq4_nl iq4_xs mxfp4\n");
+        return help && close_streams() ? 0 : 1;
     }
     j.in_path = argv[1];
     j.out_path = argv[2];
