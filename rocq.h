@@ -2749,7 +2749,8 @@ enum {
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
     ROCQ_K_MATVEC_PRODUCTS = 4, // most products of the same x in one launch
     ROCQ_K_MATVEC_LOW = 1024,   // most rows of product 0 of a launch with `low`
-    ROCQ_K_LOW_WORDS = 4 + 2 * ROCQ_K_MATVEC_LOW, // a count, and behind it two sets of words
+    // word 0 tells launches apart, three more keep what follows aligned: two sets of words
+    ROCQ_K_LOW_WORDS = 4 + 2 * ROCQ_K_MATVEC_LOW,
     ROCQ_K_MATVEC_ROW_K = 4096, // largest K of a matvec_row
     ROCQ_K_MATVEC_LDS = 2048,   // most bytes of LDS that a matvec has, and a matvec_row
     ROCQ_K_MATVEC_ROW_LDS = ROCQ_K_MATVEC_ROW_K / 32 * 34 + 384,
@@ -14318,7 +14319,8 @@ static ROCQ__SIMD float rocq__weigh_simd(float *weight, const float *x, float to
 #endif
 
 #if ROCQ__HAS_AVX2
-// The same bits again: the sums take the halves of a vector one after the other.
+// The same bits again: the lower half of a vector of 16 is added to the eight sums before the upper
+// half, as two vectors of 8 are above.
 static ROCQ__TARGET_AVX512 float rocq__weigh_avx512(float *weight, const float *x, float top,
                                                     float least, float temperature) {
     const __m512 low = _mm512_set1_ps(ROCQ__EXP_LEAST), high = _mm512_set1_ps(ROCQ__EXP_MOST);
@@ -14430,8 +14432,8 @@ typedef struct rocq__drawing {
     float *most, *sum;   // [n_strips] the largest logit and the weight of each strip
     rocq__candidate *list; // [n_vocab]
     int8_t *bin;         // [n_strips][ROCQ__DRAW] of top-p, less 128: a strip's, where it was read
-    // The weights of top-p by bin, of each part of the strips: in list's memory. Four sums for a
-    // bin, since an addition to the one that the last weight went to waits for that.
+    // The sums of top-p's weights: of each part of the strips, by bin, in list's memory. A bin has
+    // four sums, since additions to the same one have to wait for each other.
     double (*bin_sum)[ROCQ__DRAW_BINS][4];
     int32_t *count;      // [n_vocab] how often each token is in recent: in list's memory
     int64_t n_vocab, n_strips;
@@ -14517,8 +14519,9 @@ static const float *rocq__draw_logits_of(const rocq__drawing *a, int64_t s, floa
     return copy;
 }
 
-// The weights of a strip, 0 behind the cut; returns their sum. Of tokens with the cut's logit,
-// those behind it are in later strips or in its own.
+// The weights of a strip, 0 behind the cut; returns their sum. Tokens with the cut's own logit are
+// taken up to the cut's token: in strips before its strip all of them, in later strips none, and in
+// its own those that do not come behind it.
 static float rocq__draw_strip(const rocq__drawing *a, int64_t s, rocq__candidate cut,
                               float temperature, float *weight) {
     const int64_t first = s * ROCQ__DRAW, behind = (int64_t)cut.token + 1 - first;
@@ -18727,7 +18730,7 @@ static const rocq__chip *rocq__chip_of(const rocq_ctx *ctx) {
 // Bytes a microsecond of PCIe 4.0 with 16 lanes. No runtime tells the rate of a GPU's bus.
 enum { ROCQ__BUS_BYTES_PER_US = 32000 };
 
-// As many bytes of the device's memory as take the time of bytes that come through the bus.
+// How many bytes the device's own memory delivers in the time that these take through the bus.
 static double rocq__bus_bytes(const rocq_ctx *ctx, double bytes) {
     const double bus = ROCQ__BUS_BYTES_PER_US;
     return bytes * ROCQ__MAX(rocq__chip_of(ctx)->bytes_per_us / bus, 1.0);
@@ -19529,11 +19532,12 @@ static bool rocq__takes_lds(const rocq__chip *chip, const rocq__site *s) {
            (s->m + ROCQ_K_MATMUL_M - 1) / ROCQ_K_MATMUL_M <= chip->n_units / 2;
 }
 
-// Whether w, of a format that is only read, is first decoded to F16 in scratch memory, as long as
-// that takes no more than chip->halves_bytes; if so, *tile and *n_splits become those of F16. ns is
-// the above estimate for tiles that decode w, which take longer than by it where codebooks are
-// looked up: on an H200 1.4 to 2.1 times, NVFP4 2.1 to 2.7. This way takes 1.3 to 1.4 times as long
-// as by its own estimate there, so the ratio of both counts here.
+// Whether w, of a format that is only read, should first be decoded to F16 in scratch memory, of
+// which that may take chip->halves_bytes. If so, *tile and *n_splits become those of F16. ns is
+// what rocq__lds_best estimates for the other way, tiles that decode w. Both estimates are too low.
+// On an H200 tiles that look codebooks up take 1.4 to 2.1 times their estimate, those of NVFP4 2.1
+// to 2.7 times; decoding first and then multiplying takes 1.3 to 1.4 times its own. Therefore
+// own_ns is compared with ns times about the quotient of these factors.
 enum { ROCQ__HALVES_BYTES = 1 << 27 };
 static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, const rocq__site *s,
                                double ns, const rocq__lds_tile **tile, int32_t *n_splits) {
@@ -22788,8 +22792,9 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
     return cost;
 }
 
-// What an op's bytes are to grow by for the time that operands in pinned memory take through the
-// bus.
+// Operands in pinned memory come through the bus, which is slower than the device's memory. Returns
+// how many bytes to add to the op's cost, so that its bytes at the rate of the device's memory take
+// the time that the op will take.
 static double rocq__bus_extra(const rocq_ctx *ctx, rocq_op op, const void *params) {
     int32_t end;
     const int32_t begin = rocq__operands_begin(op, &end);

@@ -67,10 +67,11 @@
 //   LDS(type, name, n)       an LDS array, 16-byte aligned, in a device function or kernel;
 //                            LDS_GRANTED one that the launch has to ask for, aligned to 1024 bytes
 //   f16 f16x2 u32x2 u32x4    a half, and vectors with .x .y .z .w
-//   gload gstore lget lput   see above; T is a scalar or one of the vectors. gload<ONCE> is for what
-//                            nothing else reads before the caches have been filled anew, as a
-//                            step's weights: where that helps, it is the first to be evicted from
-//                            L2, so that code and KV, which the next launches read, stay there
+//   gload gstore lget lput   see above; T is a scalar or one of the vectors. gload<ONCE> is for
+//                            data such as a step's weights, of which nothing will be in the caches
+//                            any more when they are next read. On NVIDIA they are the first to be
+//                            evicted from L2, so that code and KV, which the next launches read,
+//                            stay there; on gfx11 it is a gload like the others
 //   block_sync               barrier of the block: what its threads stored before it, in LDS and in
 //                            global memory, is visible to all of them after it
 //   block_sync_lds           barrier of the block that orders LDS only. Loads and stores of global
@@ -848,8 +849,9 @@ template <typename T> DEV const T &reread(const T &args) {
     return args;
 #endif
 }
-// The same under a name of its own at each use: two uses of reread are the same memory to the
-// compiler, which keeps fields in registers from one to the other.
+// Like reread, but the fields are loaded again at each use. Of two uses of reread the compiler
+// knows that they are the same constant memory, so it loads a field once and keeps it in a register
+// from one use to the other. Here the empty asm hides where the pointer comes from.
 template <typename T> DEV const T &reread_anew(const T &args) {
 #if defined(__GFX11__)
     typedef const __attribute__((address_space(4))) T constant;
@@ -1307,7 +1309,7 @@ template <int F, reads R = AGAIN, typename I> DEV raw<F> load_planes(const plane
 }
 
 template <int F, reads R = AGAIN, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
-    // Several instructions read the same lines of a block of these formats, so they have to stay.
+    // Of formats that are only read, several loads take parts of one cache line, which has to stay.
     if constexpr (is_read<F>()) return load_read<F>(p, unit);
     else return load_planes<F, R>(p, unit);
 }
@@ -3218,17 +3220,19 @@ DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p,
 // then the complement of its bits: so a block that waits for t looks at these words alone, and what
 // it sees there at last is t. No fence and no second trip to memory lies between a product's sum
 // and the epilogue that needs it.
-// There are two sets of words, which launches use by turns. The first blocks of a launch zero the
-// set of the next one. The turn is the highest bit of word 0, to which a launch adds 1 << 31 in
-// total, so that it changes when the last block ends: each block but the first adds 1, and that one
-// whatever the total lacks.
+// There are two sets of words, which launches use by turns. The blocks of product 0 zero the set
+// that the next launch will use; the launch before, which used it last, has ended. The highest bit
+// of a.low.words[0] says which set it is. A launch adds 1 << 31 to that word in total: block 0 adds
+// 1 << 31 less the number of the other blocks, and each of these adds 1. A block adds its share as
+// the last thing it does. So the highest bit changes only when all blocks have added theirs, and
+// each block, whenever it looks, finds the same bit.
 enum { MATVEC_LOOKS = 4096 }; // for some milliseconds
 DEV uint32_t *matvec_low_words(const rocq_k_matvec_args &a, uint32_t turn) {
     return a.low.words + 4 + turn * ROCQ_K_MATVEC_LOW;
 }
 DEV void matvec_low_put(uint32_t *words, int row, float t) {
     const uint32_t word = ~bits<uint32_t>(t);
-    atomic_or(words + row, word != 0 ? word : 1); // ~1 is a NaN too; 0 says not there yet
+    atomic_or(words + row, word != 0 ? word : 1); // 0 means unknown: that NaN goes as another NaN
 }
 DEV void matvec_low_clear(const rocq_k_matvec_args &a, uint32_t block, uint32_t turn) {
     uint32_t *const words = matvec_low_words(a, turn ^ 1);
@@ -3398,7 +3402,8 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
                 const int lora_row = min(first_row + tail.r, tail.m - 1);
                 if (matvec_low_tail(a, product, lora_row, b, words, tail)) break;
                 matvec_low_help<ROW>(a, row_x, words, sums);
-                tail = matvec_tail_of<true>(a, product, first_row); // so that it takes no registers
+                // Loaded a second time, so that matvec_low_help has the registers of tail and b.
+                tail = matvec_tail_of<true>(a, product, first_row);
                 b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
             }
         }
@@ -3458,7 +3463,8 @@ KERNEL_WAVES(matvec_row_mixed, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_MIXED, 1, true, true>(a);
 }
 // A step of a 1.1B with adapters took 807 us on an H200 with 4 waves, 795 with 6 and 820 with 8,
-// before the tail was loaded anew behind a vain wait; as it is, with 6, 799 to 816 (7d94879).
+// when a wave that had waited in vain still kept its tail in registers. Now that it loads the tail
+// again, the step takes 799 to 816 us with 6 waves (7d94879).
 KERNEL_WAVES(matvec_int8_low_n1, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_LOW, 1, true, false, true>(a);
 }
