@@ -1,10 +1,20 @@
 // Whole models of examples/llama.h on a GPU against the CPU backend: every family, weights of
-// several formats, few and many tokens at once, and the recorded step of one token. As gpu_ops.c,
+// several formats, few and many tokens at once, and the recorded step of one token; the same greedy
+// text of every family in F32 and quantized; and what quantized caches cost. As gpu_ops.c,
 // for the stand-in and for real devices.
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
+// Models of test_outliers may have a cache whose rows are not turned.
+static bool no_hadamard;
+static rocq_result create_kv(rocq_ctx *ctx, rocq_kv **kv, const rocq_kv_desc *desc) {
+    rocq_kv_desc own = *desc;
+    own.no_hadamard = no_hadamard;
+    return rocq_kv_create(ctx, kv, &own);
+}
+#define rocq_kv_create create_kv
 #include "../examples/llama.h"
+#undef rocq_kv_create
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -25,6 +35,9 @@ typedef struct trio {
 } trio;
 
 enum { N_TOKENS = 40 };
+
+static const rocq_format q4_0[] = {ROCQ_Q4_0, ROCQ_I32}, f16[] = {ROCQ_F16, ROCQ_I32},
+                         f32[] = {ROCQ_F32, ROCQ_I32};
 
 static void trio_open(trio *t, const model_spec *s, const char *kv) {
     const rocq_gguf_desc source = {.path = model_path(s->name)};
@@ -49,13 +62,13 @@ static void trio_close(trio *t) {
     }
 }
 
-// Of logits against the CPU's; NaN where one is.
-static double error_of(const trio *t, int device, int64_t n) {
-    const float *a = t->logits[CPU], *b = t->logits[device];
+// NaN where one is.
+static double nmse(const float *x, const float *reference, int64_t n) {
     double error = 0, size = 0;
     for (int64_t i = 0; i < n; i++) {
-        error += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
-        size += (double)a[i] * (double)a[i];
+        const double d = (double)x[i] - (double)reference[i];
+        error += d * d;
+        size += (double)reference[i] * (double)reference[i];
     }
     return error / size;
 }
@@ -70,7 +83,7 @@ static void check_prompt(trio *t, const int32_t *tokens, int32_t n, double bound
         }
     }
     for (int i = GPU_GRAPH; i < N_DEVICES; i++) {
-        const double error = error_of(t, i, count);
+        const double error = nmse(t->logits[i], t->logits[CPU], count);
         if (!(error <= bound)) fail_msg("%d tokens at once: NMSE %g over %g", (int)n, error, bound);
     }
     assert_memory_equal(t->logits[GPU_GRAPH], t->logits[GPU_ONE_BY_ONE],
@@ -97,9 +110,100 @@ static void check_step(trio *t, int32_t token, double bound, int64_t most_launch
             ROCQ_OK);
     }
     assert_true((t->model[GPU_GRAPH].step != NULL) && (t->model[GPU_ONE_BY_ONE].step == NULL));
-    const double error = error_of(t, GPU_GRAPH, n);
+    const double error = nmse(t->logits[GPU_GRAPH], t->logits[CPU], n);
     if (!(error <= bound)) fail_msg("a step: NMSE %g over %g", error, bound);
     assert_memory_equal(t->logits[GPU_GRAPH], t->logits[GPU_ONE_BY_ONE], (size_t)n * sizeof(float));
+}
+
+static bool tried[LLAMA__N_FAMILIES][2]; // in F32, quantized
+
+enum { N_START = 19, N_GREEDY = 8, N_SEEDS = 400 };
+
+// How far the best of n leads the second, in units of their root mean square.
+static double lead_of(const float *x, int32_t n, int32_t *best) {
+    double second = -1e30, power = 0;
+    *best = 0;
+    for (int32_t i = 1; i < n; i++) {
+        if (x[i] > x[*best]) *best = i;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        if (i != *best && (double)x[i] > second) second = (double)x[i];
+        power += (double)x[i] * (double)x[i];
+    }
+    return ((double)x[*best] - second) / sqrt(power / n);
+}
+
+static void eval(llama_model *m, const int32_t *tokens, int32_t n, float *logits) {
+    if (llama_eval(m, tokens, n, n > 1 ? logits : NULL) != ROCQ_OK) fail_msg("%s", m->error);
+    if (n > 1) return;
+    assert_int_equal(rocq_download(m->ctx, logits, &m->last, rocq_tensor_size(&m->last)), ROCQ_OK);
+}
+
+// Conformance of the model in the file of s: what tests/test_llama.c demands of the CPU backend
+// beside llama.cpp, of a GPU beside the CPU backend. Logits agree at every position of a prompt,
+// read in batches, and of a greedy run by the recorded step, and the run's tokens are the same.
+// Prompts are tried until each token leads by five standard errors of the tolerance.
+static void check_greedy(const model_spec *s) {
+    const bool exact = s->formats[0] == ROCQ_F32;
+    const double bound = exact ? 1e-5 : 1e-3;
+    const rocq_gguf_desc source = {.path = model_path(s->name)};
+    const int64_t n = s->n_vocab, count = (N_START + N_GREEDY) * n;
+    double worst = 0;
+    bool fine = false;
+    int32_t tokens[N_START + N_GREEDY], token = -1;
+    llama_model m[2];
+    rocq_gguf *file[2];
+    float *logits[2];
+    for (int i = 0; i < 2; i++) {
+        const llama_options options = {.n_ctx = 64, .n_batch = 16, .n_logits = 16,
+                                       .kv_format = exact ? "f32" : "f16"};
+        rocq_ctx *ctx = contexts[i == 0 ? CPU : GPU_GRAPH];
+        assert_int_equal(rocq_gguf_open(ctx, &file[i], &source), ROCQ_OK);
+        if (llama_open(&m[i], ctx, file[i], &options) != ROCQ_OK) fail_msg("%s", m[i].error);
+        logits[i] = (float *)malloc((size_t)count * sizeof(float));
+        assert_non_null(logits[i]);
+    }
+    for (uint64_t seed = 1; seed <= N_SEEDS && !fine; seed++) {
+        model_random r = {seed};
+        int n_distinct = 0;
+        for (int i = 0; i < N_START; i++) tokens[i] = (int32_t)(model_u64(&r) % (uint64_t)n);
+        m[0].n_past = 0;
+        eval(&m[0], tokens, N_START, logits[0]);
+        fine = true;
+        for (int i = N_START; i < N_START + N_GREEDY && fine; i++) {
+            bool seen = false;
+            fine = lead_of(logits[0] + (i - 1) * n, s->n_vocab, &tokens[i]) > 5 * sqrt(bound);
+            for (int k = N_START; k < i; k++) seen = seen || tokens[k] == tokens[i];
+            n_distinct += !seen;
+            eval(&m[0], &tokens[i], 1, logits[0] + i * n);
+        }
+        fine = fine && n_distinct >= 3;
+    }
+    if (!fine) fail_msg("%s: no prompt gives a run without near-ties", s->name);
+    eval(&m[1], tokens, N_START, logits[1]);
+    for (int i = N_START; i < N_START + N_GREEDY; i++) {
+        const rocq_sample_params greedy = {.temperature = 0};
+        if (llama_sample(&m[1], &greedy, &token) != ROCQ_OK) fail_msg("%s", m[1].error);
+        if (token != tokens[i]) {
+            fail_msg("%s: token %d is %d, expected %d", s->name, i, (int)token, (int)tokens[i]);
+        }
+        eval(&m[1], &token, 1, logits[1] + i * n);
+    }
+    for (int i = 0; i < N_START + N_GREEDY; i++) {
+        const double error = nmse(logits[1] + i * n, logits[0] + i * n, n);
+        if (!(error <= bound)) {
+            fail_msg("%s, position %d: NMSE %g over %g", s->name, i, error, bound);
+        }
+        if (error > worst) worst = error;
+    }
+    if (exact || s->formats[0] != ROCQ_F16) tried[m[1].row - llama__families][!exact] = true;
+    print_message("# %s in %s: NMSE at most %.2g, %d greedy tokens the same\n", s->name,
+                  rocq_format_name(s->formats[0]), worst, (int)N_GREEDY);
+    for (int i = 0; i < 2; i++) {
+        llama_close(&m[i]);
+        rocq_gguf_close(&file[i]);
+        free(logits[i]);
+    }
 }
 
 typedef struct text {
@@ -133,6 +237,19 @@ static void check_tuned(trio *t, const int32_t *tokens, double bound) {
     for (int i = GPU_GRAPH; i < N_DEVICES; i++) rocq_tuning_clear(contexts[i]);
 }
 
+// The same in F32 and in Q4_0, there with all experts taken: see test_mixtures.
+static void check_text(const model_spec *s) {
+    check_greedy(s);
+    for (int i = 0; i < 2; i++) {
+        model_spec other = *s;
+        other.formats = i == 0 ? f32 : q4_0;
+        if (other.formats[0] == s->formats[0]) continue;
+        if (i == 1) other.n_used = s->n_experts;
+        model_write(contexts[CPU], &other, model_path(s->name), NULL);
+        check_greedy(&other);
+    }
+}
+
 // layer: launches of one, 0 where they are not counted: then the model is tuned as well.
 static void check_model(const model_spec *s, const char *kv, double bound, int64_t layer) {
     static const int32_t sizes[] = {1, 7, 8, 9, 33};
@@ -159,14 +276,14 @@ static void check_model(const model_spec *s, const char *kv, double bound, int64
     if (layer == 0) check_tuned(t, tokens, bound);
     trio_close(t);
     free(t);
+    check_text(s);
 }
 
-static const rocq_format q4_0[] = {ROCQ_Q4_0, ROCQ_I32}, f16[] = {ROCQ_F16, ROCQ_I32},
-                         f32[] = {ROCQ_F32, ROCQ_I32};
 static const rocq_format mixed[] = {ROCQ_Q4_K, ROCQ_Q6_K,       ROCQ_Q8_0,
                                     ROCQ_BF16, ROCQ_MXFP6_E2M3, ROCQ_I32};
 
-// Bounds: INT8 activations on one side and F16 on the other; F16 throughout against F32; F32.
+// Bounds of logits taken together: INT8 activations on one side and F16 on the other; F16 throughout
+// against F32; F32.
 static void test_llama(void **state) {
     const model_spec s = {"gpu-llama",  "llama",         .n_embd = 256,
                           .n_heads = 4, .n_kv_heads = 2, .head_dim = 64,
@@ -324,12 +441,78 @@ static void test_expert_memory(void **state) {
     }
 }
 
+// What a quantized cache brings into the logits, of keys with a few large elements: the NMSE over a
+// prompt, against a cache in F32 on the same device. As tests/test_llama.c, which has llama.cpp
+// beside the CPU backend.
+static void test_outliers(void **state) {
+    enum { N = 61, CACHES = 5 };
+    static const char *const formats[CACHES] = {"f32", "q8_0", "q4_0", "q8_0", "q4_0"};
+    static const model_spec models[] = {
+        {"gpu-outliers-64", "qwen2", .n_embd = 448, .n_heads = 7, .n_kv_heads = 1, .head_dim = 64,
+         .n_ff = 352, .n_vocab = 307, .formats = f32, .k_outlier = 40},
+        {"gpu-outliers-128", "qwen2", .n_embd = 512, .n_heads = 4, .n_kv_heads = 2, .head_dim = 128,
+         .n_ff = 352, .n_vocab = 307, .formats = f32, .k_outlier = 40}};
+    (void)state;
+    for (int k = 0; k < 2; k++) {
+        const model_spec *s = &models[k];
+        const rocq_gguf_desc source = {.path = model_path(s->name)};
+        const int64_t n = (int64_t)N * s->n_vocab;
+        float *logits[2][CACHES];
+        double error[2][CACHES];
+        int32_t tokens[N];
+        model_random r = {5};
+        for (int i = 0; i < N; i++) {
+            tokens[i] = (int32_t)(model_u64(&r) % (uint64_t)s->n_vocab);
+        }
+        model_write(contexts[CPU], s, source.path, NULL);
+        for (int i = 0; i < 2 * CACHES; i++) {
+            const llama_options options = {.n_ctx = 128, .n_logits = N,
+                                           .kv_format = formats[i % CACHES]};
+            rocq_ctx *ctx = contexts[i < CACHES ? CPU : GPU_GRAPH];
+            rocq_gguf *file;
+            llama_model m;
+            float *out = logits[i / CACHES][i % CACHES] = (float *)malloc((size_t)n * sizeof *out);
+            assert_non_null(out);
+            no_hadamard = i % CACHES > 2;
+            assert_int_equal(rocq_gguf_open(ctx, &file, &source), ROCQ_OK);
+            if (llama_open(&m, ctx, file, &options) != ROCQ_OK) fail_msg("%s", m.error);
+            eval(&m, tokens, N, out);
+            llama_close(&m);
+            rocq_gguf_close(&file);
+            no_hadamard = false;
+            error[i / CACHES][i % CACHES] = nmse(out, logits[i / CACHES][0], n);
+        }
+        assert_true(nmse(logits[1][0], logits[0][0], n) <= 1e-5);
+        for (int i = 1; i < 3; i++) {
+            print_message("# %s, KV in %s: NMSE %.3g, as they are %.3g; the CPU's %.3g and %.3g\n",
+                          s->name, formats[i], error[1][i], error[1][i + 2], error[0][i],
+                          error[0][i + 2]);
+            assert_true(error[1][i] <= 1.2 * error[0][i] && error[1][i] <= 0.6 * error[1][i + 2]);
+        }
+        for (int i = 0; i < 2 * CACHES; i++) free(logits[i / CACHES][i % CACHES]);
+    }
+}
+
+// None of examples/families.h is forgotten above.
+static void test_families(void **state) {
+    if (*(const bool *)*state) skip(); // some of the tests alone
+    for (int i = 0; i < LLAMA__N_FAMILIES; i++) {
+        if (tried[i][0] && tried[i][1]) continue;
+        fail_msg("row %d of llama__families, %s, was not tried in F32 and quantized", i,
+                 llama__families[i].name);
+    }
+}
+
 int main(int argc, char **argv) {
+    static bool some;
+    some = argc > 1;
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_llama), cmocka_unit_test(test_qwen2),
                                        cmocka_unit_test(test_qwen3), cmocka_unit_test(test_gemma2),
                                        cmocka_unit_test(test_gpt2), cmocka_unit_test(test_others),
                                        cmocka_unit_test(test_expert_memory),
-                                       cmocka_unit_test(test_mixtures)};
+                                       cmocka_unit_test(test_outliers),
+                                       cmocka_unit_test(test_mixtures),
+                                       cmocka_unit_test_prestate(test_families, &some)};
     return cmocka_run_group_tests_name("gpu models", tests, open_devices, close_devices);
 }
