@@ -66,8 +66,8 @@ static const char usage[] =
     "    --device NAME    auto, cpu or gpu (auto)\n"
     "    --kernels FILE   code object of rocq_kernels.hip, where it is not linked ($ROCQ_KERNELS)\n"
     "    --weights FORMAT of convolutions: f32, f16, q8_0 ... (by tensor)\n"
-    "    --activations FORMAT   f32, f16 or bf16 (f32 on the CPU; on a GPU f16, and bf16 where\n"
-    "                     the family's numbers do not fit it)\n"
+    "    --activations FORMAT   f32, f16 or bf16 (f32 on the CPU; on a GPU f16, and where numbers\n"
+    "                     do not fit it a 64th of them, or bf16: --stats says which, and why)\n"
     "    --precision P    of convolutions: auto, f32, f16 or int8 (auto)\n"
     "    --sharing NAME   who goes first where the GPU also draws: graphics, compute or neither,\n"
     "                     which is balanced (balanced)\n"
@@ -503,6 +503,9 @@ static void print_stats(const run *r) {
     print_device(&info);
     fprintf(stderr, "%-20s %s (%s), latents of %d channels\n", "model", r->model.family,
             r->model.why_family, (int)r->model.z);
+    fprintf(stderr, "%-20s %s (%s); inside of blocks %s\n", "activations",
+            rocq_format_name(r->model.stream), r->model.why_stream,
+            rocq_format_name(r->model.inner));
     fprintf(stderr, "%-20s %9.1f ms\n", "open and load", 1e3 * r->load);
     fprintf(stderr, "%-20s %9.2f ms per picture, %d in %.1f ms\n", "decoding", 1e3 * r->compute / n,
             (int)r->n_pictures, 1e3 * r->compute);

@@ -48,8 +48,9 @@ typedef struct vae_options { // 0 = default, as everywhere in rocq
     const char *weights;     // format of convolutions, "f16"; default by tensor, see vae_conv.why
     const char *activations; // "f32" (default on the CPU), "bf16" or "f16" (default on a GPU). What
                              // the blocks of SDXL add up exceeds F16: a 64th of it is kept. Of
-                             // other models that is found out, and the request computed again with
-                             // BF16
+                             // other models that is found out, and the request computed again, with
+                             // a 64th where there are GroupNorms, else or if that exceeds F16 too
+                             // with BF16; vae_model.why_stream says so
     rocq_precision precision; // of all convolutions
     // Called as weights are loaded ("loading") and pictures computed ("computing"), with how much
     // is done; false = stop, which makes the call fail with ROCQ_E_STATE. NULL = no call.
@@ -245,8 +246,7 @@ typedef struct vae_model {
     rocq_tensor ahead;          // latents of the next one, which are uploaded meanwhile
     int64_t n_ahead;            // pictures or frames of it that are still to be uploaded
     int32_t mode;               // of ops; and whether any have come since the last copy
-    bool pending, recorded;     // graphs are those of m->planned, all, in recorded_stream
-    rocq_format recorded_stream;
+    bool pending, recorded;     // graphs are those of m->planned, all
     rocq_graph **graphs;        // by the order of their launches; those of the last batch, if it is
     int64_t n_graphs, graphs_capacity, graph_at, last_batch_at; // smaller, from last_batch_at on
     int64_t graph_bytes, live_bytes;  // of memory that they take; before the one being recorded
@@ -970,13 +970,45 @@ static inline void vae_close(vae_model *m) {
     memset(m, 0, sizeof *m);
 }
 
+// Weights and biases that are in memory, by the gains that have been set since.
+static rocq_result vae__apply_gains(vae_model *m) {
+    for (int32_t i = 0; i < m->decoder.n_convs; i++) {
+        const vae_conv *c = &m->decoder.convs[i];
+        const rocq_tensor *w = &c->w, *bias = &c->vectors[VAE__BIAS];
+        const rocq_scale_params weights = {.y = w, .x = w, .scale = c->gain};
+        const rocq_scale_params biases = {.y = bias, .x = bias, .scale = c->bias_gain};
+        if (c->gain != 1 && !c->streamed) VAE__TRY(rocq_scale(m->ctx, &weights));
+        if (c->bias_gain != 1 && bias->n_dims > 0) VAE__TRY(rocq_scale(m->ctx, &biases));
+    }
+    m->in_place = -1; // what is streamed is read anew
+    return ROCQ_OK;
+}
+
+// After values that were not finite: formats that hold larger ones, and are of the same size, so
+// that the plan stays. Norms bring values inside of blocks back, so those exceed F16 last.
+static rocq_result vae__widen(vae_model *m) {
+    const bool norms = m->decoder.convs[m->decoder.n_convs - 1].norm != VAE__NO_NORM;
+    vae__drop_graphs(m);
+    if (m->stream == ROCQ_F32 || m->inner == ROCQ_BF16) {
+        return vae__fail(m, ROCQ_E_BOUNDS, "values exceed %s", rocq_format_name(m->stream));
+    }
+    if (m->stream == ROCQ_F16 && m->gain == 1 && m->net == &m->decoder && vae__can_shrink(m)) {
+        m->why_stream = "a 64th of what blocks add up: it exceeded F16";
+        vae__set_gains(m);
+        return vae__apply_gains(m);
+    }
+    m->why_stream = "values exceeded F16";
+    if (m->stream == ROCQ_BF16 || !norms) m->inner = ROCQ_BF16;
+    m->stream = ROCQ_BF16;
+    return ROCQ_OK;
+}
+
 static rocq_result vae__run_job(vae_model *m, vae_net *net, vae_request *job) {
     VAE__TRY(vae__plan(m, net, job));
     const vae_net *laid = m->plan.weight_bytes < m->weight_bytes ? net : NULL;
     const int64_t memory = m->memory.size, weights = m->weights.size;
     // What has another size is freed before anything is taken, so that the peak is as planned.
     if (memory != m->plan.activation_bytes || weights != m->plan.weight_bytes) vae_trim(m);
-    if (m->stream != m->recorded_stream) vae__drop_graphs(m);
     VAE__TRY(rocq_trim(m->ctx, m->plan.scratch_bytes));
     VAE__TRY(vae__lay(m, laid, m->plan.n_streamed));
     if (!m->memory.size) {
@@ -995,18 +1027,10 @@ static rocq_result vae__run_job(vae_model *m, vae_net *net, vae_request *job) {
         return result;
     }
     m->recorded = m->mode != VAE__RUN_NOW;
-    m->recorded_stream = m->stream;
     m->mode = VAE__RUN_NOW;
     VAE__TRY(rocq_sync(m->ctx));
     if (m->finite) return ROCQ_OK;
-    if (m->stream != ROCQ_F16) {
-        return vae__fail(m, ROCQ_E_BOUNDS, "values exceed %s", rocq_format_name(m->stream));
-    }
-    m->stream = ROCQ_BF16; // of the same size, so the plan stays
-    if (m->decoder.convs[m->decoder.n_convs - 1].norm == VAE__NO_NORM) {
-        m->inner = ROCQ_BF16; // without norms it is as large inside of blocks
-    }
-    m->why_stream = "values exceeded F16";
+    VAE__TRY(vae__widen(m));
     return vae__run_job(m, net, job);
 }
 

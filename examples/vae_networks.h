@@ -739,29 +739,21 @@ static rocq_result vae__all_used(vae_model *m, const vae__file *f) {
     return ROCQ_OK;
 }
 
+// Whether what the decoder's blocks add up can be kept as a 64th, see vae__set_gains. Scales of
+// block formats are too coarse for weights that small.
+static bool vae__can_shrink(const vae_model *m) {
+    const vae_net *net = &m->decoder;
+    for (int32_t i = 0; i < net->n_convs; i++) {
+        if (net->convs[i].format != ROCQ_F16 && net->convs[i].format != ROCQ_F32) return false;
+    }
+    return net->convs[net->n_convs - 1].norm == VAE__GROUP_NORM;
+}
+
 // In F16, what the blocks of a decoder add up, if it is too large for that, is kept as a 64th.
 // Whatever adds to it gets smaller weights, and whatever reads it norms it first, or adds to it in
-// turn, so that only its bias is to be smaller. Scales of block formats cannot: the sum is kept in
-// BF16 then.
+// turn, so that only its bias is to be smaller.
 static void vae__set_gains(vae_model *m) {
     vae_net *net = &m->decoder;
-    bool blocks = false;
-    m->gain = 1;
-    for (int32_t i = 0; i < net->n_convs; i++) {
-        net->convs[i].gain = net->convs[i].bias_gain = net->convs[i].eps_gain = 1;
-        blocks |= rocq_get_format_info(net->convs[i].file_format)->block_elems > 1;
-    }
-    for (int32_t i = 0; m->options.encoder && i < m->encoder.n_convs; i++) {
-        vae_conv *c = &m->encoder.convs[i];
-        c->gain = c->bias_gain = c->eps_gain = 1;
-    }
-    if (m->stream != ROCQ_F16 || !m->wide) return;
-    if (blocks || m->options.weights) {
-        m->stream = ROCQ_BF16;
-        m->why_stream = "the family's values exceed F16";
-        return;
-    }
-    m->why_stream = "a 64th of the values: the family's exceed F16";
     m->gain = 1.0f / 64;
     for (int32_t i = 0; i < net->n_modules; i++) {
         const vae_module *mod = &net->modules[i];
@@ -771,6 +763,26 @@ static void vae__set_gains(vae_model *m) {
         last->gain = i == 0 || mod->residual != VAE__NO_RESIDUAL ? m->gain : 1;
         last->bias_gain = m->gain;
         if (mod->residual == VAE__OF_SHORTCUT) last[1].bias_gain = m->gain;
+    }
+}
+
+// Formats of activations, as far as the family tells.
+static void vae__set_formats(vae_model *m) {
+    vae_net *nets[2] = {&m->decoder, &m->encoder};
+    m->gain = 1;
+    for (int k = 0; k < 2; k++) {
+        for (int32_t i = 0; i < nets[k]->n_convs; i++) {
+            vae_conv *c = &nets[k]->convs[i];
+            c->gain = c->bias_gain = c->eps_gain = 1;
+        }
+    }
+    if (m->stream != ROCQ_F16 || !m->wide) return;
+    if (vae__can_shrink(m)) {
+        m->why_stream = "a 64th of what blocks add up: the family's exceeds F16";
+        vae__set_gains(m);
+    } else {
+        m->stream = ROCQ_BF16;
+        m->why_stream = "the family's values exceed F16";
     }
 }
 
@@ -959,7 +971,7 @@ static rocq_result vae__load(vae_model *m, vae__file *f) {
     }
     VAE__TRY(vae__all_used(m, f));
     VAE__TRY(vae__choose_family(m, f, taesd));
-    vae__set_gains(m);
+    vae__set_formats(m);
     int32_t shrink = 1;
     m->scale = 1;
     for (int32_t i = 0; i < m->decoder.n_convs && m->scale <= 64; i++) {

@@ -440,6 +440,7 @@ static void test_stats(void **state) {
     expect_success(o);
     assert_true(statistic(o, "\ndecoding ") > 0 && statistic(o, "\nwriting ") > 0);
     assert_non_null(strstr(o->err, "\nregion "));
+    assert_non_null(strstr(o->err, "\nactivations          F32 (the default of the backend)"));
     char *text = bytes_of(folder, "trace", &size);
     cJSON *json = cJSON_Parse(text);
     assert_non_null(json);
