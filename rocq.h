@@ -3173,10 +3173,13 @@ typedef struct rocq_k_matmul_args {
 // takes ROCQ_K_DECODE_COLUMNS of them a block, attention_prefill ROCQ_K_PREFILL_COLUMNS(D), D being
 // the kernel's head size, which is the least in ROCQ_K_HEAD_DIMS that is head_dim or more.
 #define ROCQ_K_DECODE_COLUMNS 16
-#define ROCQ_K_PREFILL_COLUMNS(D) ((D) <= 128 ? 64 : (D) == 256 ? 32 : 16)
+#define ROCQ_K_PREFILL_COLUMNS(D) ((D) == 256 ? 32 : 64)
+#define ROCQ_K_PREFILL_THREADS(D) ((D) == 512 ? 512 : 128)
+#define ROCQ_K_ATTEND_WIDE_LDS 61712 // bytes of LDS of attention_prefill_512
 
-// Blocks of 128 threads. blockIdx.x counts n_splits fastest, then KV heads, then sequences, then
-// n_tiles from the last to the first, because the last queries see most positions:
+// Blocks of 128 threads, or of prefill ROCQ_K_PREFILL_THREADS(D). blockIdx.x counts n_splits
+// fastest, then KV heads, then sequences, then n_tiles from the last to the first, because the last
+// queries see most positions:
 //   n_tiles   columns of a KV head, group n_q, over the columns of a block, rounded up
 //   n_splits  1 or more: so many blocks share the positions of a tile. A block takes no fewer than
 //             ROCQ_K_ATTEND_RUN, or all, so if kv_len is short the last ones are idle. Sums, and
@@ -3439,7 +3442,7 @@ enum {
 #define ROCQ_K_MATMUL_INT8(X, f) X(matmul_int8_##f, rocq_k_matmul_args, 128)
 #define ROCQ_K_ATTENTION(X, d)                          \
     X(attention_decode_##d, rocq_k_attention_args, 128) \
-    X(attention_prefill_##d, rocq_k_attention_args, 128)
+    X(attention_prefill_##d, rocq_k_attention_args, ROCQ_K_PREFILL_THREADS(d))
 #define ROCQ_K_STEP_DIMS(F, X) F(X, 64) F(X, 128)
 #define ROCQ_K_ATTENTION_STEP(X, d) X(attention_step_##d, rocq_k_attention_args, 128)
 
@@ -18092,6 +18095,7 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel) {
     if (kernel == ROCQ_K_matmul_backward_lds_##name && gpu->chip.lds_tiles) return bytes;
     ROCQ_K_BACKWARD_LDS_KERNELS(ROCQ_X, )
 #undef ROCQ_X
+    if (kernel == ROCQ_K_attention_prefill_512 && !gpu->chip.target) return ROCQ_K_ATTEND_WIDE_LDS;
     if (kernel == ROCQ_K_conv_lds_64 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_64_BYTES;
     if (kernel == ROCQ_K_conv_lds_128 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_128_BYTES;
     if (gpu->matvec_lds == 0 || !rocq__is_matvec(kernel)) return 0;
@@ -19971,7 +19975,7 @@ static double rocq__attention_partial_bytes(const rocq__site *s, int32_t tile_n)
 
 // The rule for attention looks at shapes alone, never at kv_len: a recorded launch is replayed
 // while that grows. A prefill block reads K and V for up to 64 columns at once, which pays where
-// over half of those columns exist and there is a block for every compute unit; else decode is
+// over half of those columns exist and there are four waves for every compute unit; else decode is
 // taken. A split has whole runs of ROCQ_K_ATTEND_RUN positions, and there are no more splits than
 // fill the chip. In decode, a split also has so many runs that reading it (kv / splits) takes about
 // as long as merging all of them (part * splits), which one block does alone. Their number is
@@ -19980,13 +19984,14 @@ static double rocq__attention_partial_bytes(const rocq__site *s, int32_t tile_n)
 // D 64 (4 KV heads) and 128 (8); for D 256 (4) 64 splits take 0.91 of the time of its 32.
 static rocq_launch_config rocq__rule_attention(const rocq__chip *chip, const rocq__site *s) {
     const int32_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(s->k);
-    const bool fills = (int64_t)((s->m + many - 1) / many) * s->batch >= chip->n_units;
-    rocq_launch_config config = {0, fills && s->m > ROCQ__MAX(few, many / 2) ? many : few, 1};
     const double all = (double)s->n / (double)ROCQ_K_ATTEND_RUN; // runs
-    const double blocks = ceil((double)s->m / config.tile_n) * s->batch;
+    const double wide = ceil((double)s->m / many) * s->batch * ROCQ_K_PREFILL_THREADS(s->k) / 128;
+    const bool prefill = wide >= chip->n_units && s->m > many / 2;
+    rocq_launch_config config = {0, prefill ? many : few, 1};
+    const double blocks = prefill ? wide : ceil((double)s->m / few) * s->batch; // of four waves
     const double fill = floor((double)ROCQ__ATTENTION_BLOCKS * chip->n_units / blocks);
     double runs = ceil(all / ROCQ__MAX(fill, 1.0)); // of a split
-    if (config.tile_n == few && (few < many || s->m <= few)) { // decode
+    if (!prefill) {
         const double even =
             all / sqrt(rocq__attention_kv_bytes(s) / (double)ROCQ__ATTENTION_FLIGHT *
                        (double)ROCQ__ATTENTION_MERGE / rocq__attention_partial_bytes(s, few));
@@ -20021,8 +20026,7 @@ static rocq__site rocq__attention_site(const rocq_attention_params *p) {
 
 // Whether a launch with such tiles is of attention_decode.
 static bool rocq__attention_decodes(const rocq__site *site, int32_t tile) {
-    const int32_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(site->k);
-    return tile < many || (many == few && site->m <= few);
+    return tile < ROCQ_K_PREFILL_COLUMNS(site->k);
 }
 
 // Whether rows of a tensor, its address, and what lies between them are multiples of 16 bytes.
@@ -20153,7 +20157,8 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     const int kernel =
         runs > 0 ? (head_dim == 64 ? ROCQ_K_attention_step_64 : ROCQ_K_attention_step_128)
                  : (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size;
-    rocq__job_launch(job, kernel, blocks * n_splits, 1, 128, &args);
+    rocq__job_launch(job, kernel, blocks * n_splits, 1,
+                     decode ? 128 : ROCQ_K_PREFILL_THREADS(head_dim), &args);
 }
 
 // -- rmsnorm, layernorm --

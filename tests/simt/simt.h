@@ -859,6 +859,8 @@ struct simt_registered : simt_kernel {
     static simt_lds_site simt_site_##name = {#name, __LINE__, 0, 0, true};                        \
     [[maybe_unused]] type(&name)[n] = *(type(*)[n])simt_lds(&simt_site_##name, sizeof(type[n]))
 
+#define LDS_LARGE(type, name, n) LDS(type, name, n)
+
 #define SIMT_LINE int line = __builtin_LINE()
 
 template <typename T> struct simt_given_type { typedef T type; };
