@@ -284,6 +284,24 @@ DEV float frag_col_sum(float x) {
     x += wave_xor<8>(x);
     return x + wave_xor<16>(x);
 }
+// The same for rows: the lane's elements lie in FRAG_ROW_SLOTS rows, v in that of frag_row_slot(v).
+enum { FRAG_ROW_SLOTS = 2 };
+DEV constexpr int frag_row_slot(int v) { return v >> 1 & 1; }
+DEV int frag_slot_row(int s) { return (int)(threadIdx.x & 31) / 4 + 8 * s; }
+DEV float frag_row_max(float x) {
+    x = fmaxf(x, wave_xor<1>(x));
+    return fmaxf(x, wave_xor<2>(x));
+}
+DEV float frag_row_sum(float x) {
+    x += wave_xor<1>(x);
+    return x + wave_xor<2>(x);
+}
+// Stores a result in F16. at(row, col) is the place of an element; those of columns 2 i and 2 i + 1
+// follow each other.
+template <typename F> DEV void frag_put_halves(const frag_c &c, F at) {
+    for (int v = 0; v < 8; v += 2)
+        *(f16x2 *)at(frag_row(v), frag_col(v)) = pair_floats(c.v[v], c.v[v + 1]);
+}
 
 // Operand from tile[row * stride + k], whose rows 0-15 are those of M (A) or N (B) and are aligned
 // to 16 bytes.
@@ -666,6 +684,12 @@ DEV constexpr int frag_slot(int v) { return 0; }
 DEV int frag_slot_col(int s) { return (int)(thread_index() & 15); }
 DEV float frag_col_max(float x) { return fmaxf(x, wave_xor<16>(x)); }
 DEV float frag_col_sum(float x) { return x + wave_xor<16>(x); }
+enum { FRAG_ROW_SLOTS = 8 }; // the same for rows, which only WMMA_TILES needs
+DEV constexpr int frag_row_slot(int v) { return v; }
+DEV int frag_slot_row(int s) { return frag_row(s); }
+DEV float frag_row_max(float x) { return x; }
+DEV float frag_row_sum(float x) { return x; }
+template <typename F> DEV void frag_put_halves(const frag_c &, F) {}
 
 struct frag_halves { u32x4 lo, hi; };
 // Operand from tile[row * stride + k], whose rows 0-15 are those of M (A) or N (B) and are aligned
@@ -7155,6 +7179,146 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
     }
 ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
+
+// Prefill of D = 512 where four waves multiply straight from LDS (WMMA_TILES), without what
+// rocq__attention_lds excludes: two groups of four waves for 64 queries, in KV tiles of 64
+// positions. Here rows are queries:
+//   S = Q K^T   [query][position]: both groups compute all of it, so that neither waits for the other
+//   O += P V    [query][d]: P goes through LDS; each group has half of O
+// K of the next tile is copied while P and O are computed, V of the next while S is. On an H100 these
+// copies, from L2, take most of the time.
+template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
+    typedef attend_prefill_shape<D> S;
+    enum { TILE = 64, CHUNKS = D / 64, CHUNK = 64 * 64, HALF = D / 2, TILES = 3 * CHUNKS + 2 };
+    static_assert(TILES * CHUNK * 2 == ROCQ_K_ATTENTION_LDS_BYTES && TILE == S::COLUMNS, "LDS");
+    static_assert(8 * 16 * (HALF + 8) * 4 + TILE * 8 <= ROCQ_K_ATTENTION_LDS_BYTES, "results");
+    LDS_GRANTED(u32x4, lds, ROCQ_K_ATTENTION_LDS_BYTES / 16);
+    if (a.n_splits == 0) return;
+    const int wave = matmul_wave(), group = wave / 4, n = a.n_kv;
+    const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
+    const int n_there = min(a.n_q - t.column0, (int)TILE);
+    f16 *const q_tile = (f16 *)lds, *const k_tile = q_tile + CHUNKS * CHUNK,
+        *const v_tile = k_tile + CHUNKS * CHUNK, *const p_tile = v_tile + (CHUNKS + group) * CHUNK;
+    const auto load = [&](const rocq_k_tensor &from, int first, int there, f16 *to) {
+        const lds_operand rows = {row_of(from, t.kv_head, first, t.seq), from.stride[1], there};
+        for (int c = 0; c < CHUNKS; c++)
+            lds_load<false, TILE, 256>(rows, 64 * c, D, to + c * CHUNK);
+    };
+    const auto load_k = [&](int first) {
+        if (first < n) load(a.k, first, n - first, k_tile);
+        copies_close();
+    };
+    const auto load_v = [&](int first) {
+        const lds_operand rows = {row_of(a.v, t.kv_head, 0, t.seq), a.v.stride[1], D};
+        if (first < n) lds_load<true, D, 256>(rows, first, n, v_tile);
+        copies_close();
+    };
+    load(a.q, t.column0, n_there, q_tile);
+    load_k(0);
+    load_v(0);
+    const float factor = attend_score_of(a).factor;
+    frag_c o[1][HALF / 16];
+    matmul_clear(o);
+    float m[FRAG_ROW_SLOTS], l[FRAG_ROW_SLOTS];
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+        m[i] = -INFINITY;
+        l[i] = 0.0f;
+    }
+#pragma unroll 1
+    for (int first = 0; first < n; first += TILE) {
+        copies_wait<1>(); // Q and K are there, V is under way
+        lds_written();
+        block_sync_lds();
+        frag_c s[1][TILE / 16];
+        matmul_clear(s);
+        wmma_lds_begin();
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                wmma_tile<false, false>(s[0], q_tile + c * CHUNK, k_tile + c * CHUNK, i);
+        }
+        wmma_lds_end();
+        wmma_lds_wait();
+        block_sync_lds();
+        load_k(first + TILE);
+
+        float top[FRAG_ROW_SLOTS];
+        bool moves = false;
+#pragma unroll
+        for (int i = 0; i < FRAG_ROW_SLOTS; i++) top[i] = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < 8 * (TILE / 16); i++) {
+            float &x = s[0][i / 8].v[i % 8];
+            if (first + TILE > n && first + 16 * (i / 8) + frag_col(i % 8) >= n) x = -INFINITY;
+            top[frag_row_slot(i % 8)] = fmaxf(top[frag_row_slot(i % 8)], x);
+        }
+#pragma unroll
+        for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+            top[i] = frag_row_max(top[i]) * factor;
+            moves = moves || top[i] > m[i] + 8.0f;
+        }
+        if (wave_ballot(moves) != 0) {
+#pragma unroll
+            for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+                const float to = top[i] > m[i] + 8.0f ? top[i] : m[i];
+                top[i] = attend_keep(m[i], to);
+                l[i] *= top[i];
+                m[i] = to;
+            }
+#pragma unroll
+            for (int i = 0; i < 8 * (HALF / 16); i++)
+                o[0][i / 8].v[i % 8] *= top[frag_row_slot(i % 8)];
+        }
+#pragma unroll
+        for (int i = 0; i < TILE / 16; i++) {
+#pragma unroll
+            for (int v = 0; v < 8; v++) {
+                float &x = s[0][i].v[v];
+                x = exp2_fast(fmaf(x, factor, -m[frag_row_slot(v)]));
+                l[frag_row_slot(v)] += x;
+            }
+            frag_put_halves(s[0][i], [&](int row, int col) {
+                row += wave % 4 * 16;
+                return p_tile + row * 64 + ((2 * i + col / 8) ^ (row & 7)) * 8 + col % 8;
+            });
+        }
+        copies_wait<1>(); // V is there, K of the next tile is under way
+        lds_written();
+        block_sync_lds();
+        wmma_lds_begin();
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            wmma_tile<false, true>(o[0], p_tile, v_tile + group * (CHUNKS / 2 * CHUNK), i);
+        wmma_lds_end();
+        wmma_lds_wait();
+        block_sync_lds();
+        load_v(first + TILE);
+    }
+    copies_wait<0>();
+
+    float *const m_l = (float *)lds + 8 * 16 * (HALF + 8);
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+        const float sum = frag_row_sum(l[i]);
+        if (group == 0) {
+            lput((u32x2 *)m_l + wave * 16 + frag_slot_row(i),
+                 make2(bits<uint32_t>(m[i]), bits<uint32_t>(sum)));
+        }
+    }
+    block_sync_lds();
+    lds_finish<HALF>(o[0], (float *)lds, [](int, int) { return lds_loaded(); },
+                     [&](int row, int col, const lds_loaded &, float (&x)[4]) {
+        const int query = row % TILE;
+        const u32x2 of = lget((const u32x2 *)m_l + query);
+        attend_put_out(a, t, t.column0 + query, row / TILE * HALF + col, query < n_there,
+                       bits<float>(of.x), bits<float>(of.y), x);
+    });
+}
+KERNEL_WAVES(attention_lds_512, rocq_k_attention_args, 256, 2) {
+    if constexpr (WMMA_TILES) attend_tiles<512>(a);
+}
 
 #define ROCQ_X(X, d) \
     KERNEL(attention_step_##d, rocq_k_attention_args, 128) { attend_step<d>(a); }

@@ -726,6 +726,43 @@ static void test_attention_wide(void **state) {
     random_state = saved;
 }
 
+// The kernel attention_lds_512: whole and ragged tiles of queries and positions, one tile and
+// several, heads, sequences, sinks, outputs in all formats and in the place of Q; and what it must
+// leave to other kernels.
+static void test_attention_lds(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    const int64_t before = gpu->gpu->launches[ROCQ_K_attention_lds_512];
+    const bool lds_tiles = gpu->gpu->chip.lds_tiles;
+    rocq_info info;
+    rocq_get_info(gpu, &info);
+    if (!lds_tiles && !strstr(info.device, "simt")) skip();
+    gpu->gpu->chip.lds_tiles = true;
+    gpu->gpu->chip.n_units = 1;
+    enum { TAKEN = 14, LEFT = 8 };
+    for (int i = 0; i < TAKEN + LEFT; i++) {
+        static const int64_t queries[] = {1, 64, 65, 130, 63}, lengths[] = {64, 1, 63, 65, 200, 128};
+        const int other = i - TAKEN;
+        const int64_t heads = 1 + i % 3 / 2;
+        const attend s = {.d = other == 0 ? 504 : 512, .n_heads = other == 1 ? 2 * heads : heads,
+                          .n_kv_heads = heads, .n_q = queries[i % 5], .n_kv = lengths[i % 6],
+                          .n_seqs = 1 + i % 2, .q = other == 2 ? ROCQ_F32 : ROCQ_F16,
+                          .k = other == 3 ? ROCQ_Q8_0 : ROCQ_F16,
+                          .v = other == 4 ? ROCQ_BF16 : ROCQ_F16,
+                          .out = i % 4 == 1                 ? ROCQ_F16
+                                 : i % 4 == 2 && other != 0 ? ROCQ_Q8_0
+                                                            : ROCQ_F32,
+                          .in_place = i % 4 == 3, .sinks = i % 5 == 4, .causal = other == 5,
+                          .mask = other == 6, .kv_len = other == 7};
+        check_attention(&s);
+    }
+    assert_int_equal(gpu->gpu->launches[ROCQ_K_attention_lds_512], before + TAKEN);
+    gpu->gpu->chip.lds_tiles = lds_tiles;
+    gpu->gpu->chip.n_units = n_units;
+    random_state = saved;
+}
+
 // Long enough that runs of K and V are split over blocks and merged.
 static void test_attention_long(void **state) {
     (void)state;
@@ -3776,7 +3813,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_matmul_adapters), cmocka_unit_test(test_matmul_chain),
         cmocka_unit_test(test_attention_heads),
         cmocka_unit_test(test_attention_formats), cmocka_unit_test(test_attention_options),
-        cmocka_unit_test(test_attention_wide),
+        cmocka_unit_test(test_attention_wide),  cmocka_unit_test(test_attention_lds),
         cmocka_unit_test(test_attention_long),  cmocka_unit_test(test_attention_scratch),
         cmocka_unit_test(test_attention_step),  cmocka_unit_test(test_attention_step_mixed),
         cmocka_unit_test(test_graph_joins_append_step),
