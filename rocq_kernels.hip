@@ -5420,8 +5420,8 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 // A row that sees no position is 0.
 //
 // Grid    as at rocq_k_attention_args in rocq.h; 128 threads, or 512
-// LDS     13 to 43 KB, or 60 KB: K [position][BD + 8], V^T [row][TILE + 8], F16. The padding of 8 puts the
-//         16-byte words of consecutive rows into different banks when they are loaded. Row r of a
+// LDS     13 to 43 KB, or 60 KB: K [position][BD + 8], V^T [row][TILE + 8], F16. The padding of 8
+//         puts the 16-byte words of consecutive rows into different banks when they are loaded. Row r of a
 //         slice of V^T is element 8 (r % (W / 8)) + r / (W / 8): the lanes of a wave, which store
 //         neighbouring chunks of 8 elements, so store to neighbouring rows and have no bank
 //         conflicts. The k of V^T and P are in the order of frag_k_row. In decode K and V take
@@ -7183,10 +7183,9 @@ ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 // Prefill of D = 512 where four waves multiply straight from LDS (WMMA_TILES), without what
 // rocq__attention_lds excludes: two groups of four waves for 64 queries, in KV tiles of 64
 // positions. Here rows are queries:
-//   S = Q K^T   [query][position]: both groups compute all of it, so that neither waits for the other
+//   S = Q K^T   [query][position]: both groups compute all of it, so that none waits for the other
 //   O += P V    [query][d]: P goes through LDS; each group has half of O
-// K of the next tile is copied while P and O are computed, V of the next while S is. On an H100 these
-// copies, from L2, take most of the time.
+// K of the next tile is copied while P and O are computed, V of the next while S is.
 template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
     typedef attend_prefill_shape<D> S;
     enum { TILE = 64, CHUNKS = D / 64, CHUNK = 64 * 64, HALF = D / 2, TILES = 3 * CHUNKS + 2 };

@@ -706,9 +706,10 @@ static void test_attention_wide(void **state) {
     for (int i = 0; i < 30; i++) {
         const bool blocks = i % 5 > 2 || i / 5 % 5 > 2; // formats of which a row has whole blocks
         const bool runs = i % 6 == 5;
-        const attend s = {.d = blocks ? dims[3 * (i % 2) == 3 ? 4 : 0] : dims[i / 2 % 5],
+        const attend s = {.d = blocks ? dims[i % 2 ? 4 : 0] : dims[i / 2 % 5],
                           .n_heads = i % 4 == 0 ? 6 : 3, .n_kv_heads = i % 4 == 0 ? 2 : 1,
-                          .n_q = runs ? 30 : 11 + 5 * (i % 9), .n_kv = runs ? 300 : 1 + 13 * (i % 8),
+                          .n_q = runs ? 30 : 11 + 5 * (i % 9),
+                          .n_kv = runs ? 300 : 1 + 13 * (i % 8),
                           .n_seqs = runs ? 1 : 1 + i % 2, .q = floats[i % 3 % 2],
                           .k = kv[i % 5], .v = kv[i / 5 % 5], .causal = i % 3 == 1,
                           .mask = i % 4 == 2, .mask_heads = i % 8 == 2, .sinks = i % 5 == 1,
@@ -742,7 +743,8 @@ static void test_attention_lds(void **state) {
     gpu->gpu->chip.n_units = 1;
     enum { TAKEN = 14, LEFT = 8 };
     for (int i = 0; i < TAKEN + LEFT; i++) {
-        static const int64_t queries[] = {1, 64, 65, 130, 63}, lengths[] = {64, 1, 63, 65, 200, 128};
+        static const int64_t queries[] = {1, 64, 65, 130, 63};
+        static const int64_t lengths[] = {64, 1, 63, 65, 200, 128};
         const int other = i - TAKEN;
         const int64_t heads = 1 + i % 3 / 2;
         const attend s = {.d = other == 0 ? 504 : 512, .n_heads = other == 1 ? 2 * heads : heads,
