@@ -7106,14 +7106,10 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
     int row[S::WORDS] = {};
     const auto fetch = [&](int first) {
         attend_go_to<S>(at, row, kv.paged, kv.listed, first); // past the end: the last position
-        if (has_k) attend_fetch<S, false>(raw, kv.k, at, thread);
-        else attend_fetch<S, true>(raw, kv.v, at, thread);
+        if (has_k) attend_fetch<S, false>(raw, kv.k, at, recomputed(thread));
+        else attend_fetch<S, true>(raw, kv.v, at, recomputed(thread));
         if (kv.paged) attend_look_up<S>(row, a, t.seq, first + S::TILE, run.end);
     };
-    if (run.begin < run.end) {
-        if (kv.paged) attend_look_up<S>(row, a, t.seq, run.begin, run.end);
-        fetch(run.begin);
-    }
     const int first_column = t.column0 + ATTEND_COLUMNS * w.column_tile;
     const attend_limits limits = attend_limits_of(a, run, first_column);
     attend_list_mask(a, t, first_column, mask_rows);
@@ -7134,17 +7130,26 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
     attend_state<S> state;
     attend_clear<S>(state);
     frag p[S::S_FRAGS];
-    bool lives = false; // whether the wave's columns see any of the tile before
-    uint64_t seen = at.seen; // of the tile that S is taken of
-    if (run.begin < run.end && has_k) {
-        attend_stage<S, false>(k_tile, raw, kv.k, at, thread);
-        fetch(run.begin + S::TILE);
+    bool lives = false; // whether the wave's columns see any of the tile at first
+    if (run.begin < run.end) {
+        if (kv.paged) attend_look_up<S>(row, a, t.seq, run.begin, run.end);
+        fetch(run.begin);
     }
-    block_sync_lds();
-    for (int first = run.begin;; first += S::TILE) {
-        attend_place now = at;
-        now.first = first;
-        const bool live = first < run.end && attend_is_live<S>(limits, now);
+    int first = run.begin < run.end ? run.begin - S::TILE : run.end;
+    for (; first < run.end; first += S::TILE) {
+        uint64_t seen = at.seen; // of the tile behind the one at first
+        if (has_k || first >= run.begin) {
+            if (has_k) attend_stage<S, false>(k_tile, raw, kv.k, at, thread);
+            else attend_stage<S, true>(v_tile, raw, kv.v, at, thread);
+            at.rows = tables + ((at.rows - tables) ^ S::TILE);
+            fetch(at.first + S::TILE);
+            if (!has_k) seen = at.seen;
+        }
+        block_sync_lds();
+        attend_place next = at;
+        next.first = first + S::TILE;
+        next.seen = seen;
+        const bool live = next.first < run.end && attend_is_live<S>(limits, next);
         frag_c s[S::S_FRAGS];
         attend_clear_scores<S>(s);
         if (live) {
@@ -7153,20 +7158,11 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
         }
         if (lives) attend_multiply_v<S>(state, v_tile + w.slice * S::W * S::V_STRIDE, p);
         block_sync_lds();
-        if (first >= run.end) break;
-
-        now.seen = has_k ? seen : at.seen;
-        seen = at.seen;
-        lives = live;
         if (live) {
             attend_add_slices<S>(s, sums, wave, w.slice);
-            attend_weights<S>(p, s, state, a, score, limits, now, mask_rows);
+            attend_weights<S>(p, s, state, a, score, limits, next, mask_rows);
         }
-        if (has_k) attend_stage<S, false>(k_tile, raw, kv.k, at, thread);
-        else attend_stage<S, true>(v_tile, raw, kv.v, at, thread);
-        at.rows = tables + ((at.rows - tables) ^ S::TILE);
-        fetch(at.first + S::TILE);
-        block_sync_lds();
+        lives = live;
     }
     attend_finish<S>(a, state, run.n_runs, lds);
 }
