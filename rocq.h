@@ -18099,7 +18099,7 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel) {
     ROCQ_K_BACKWARD_LDS_KERNELS(ROCQ_X, )
 #undef ROCQ_X
     if (kernel == ROCQ_K_attention_prefill_512 && !gpu->chip.target) return ROCQ_K_ATTEND_WIDE_LDS;
-    if (kernel == ROCQ_K_attention_lds_512) return ROCQ_K_ATTENTION_LDS_BYTES;
+    if (kernel == ROCQ_K_attention_lds_512 && gpu->chip.lds_tiles) return ROCQ_K_ATTENTION_LDS_BYTES;
     if (kernel == ROCQ_K_conv_lds_64 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_64_BYTES;
     if (kernel == ROCQ_K_conv_lds_128 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_128_BYTES;
     if (gpu->matvec_lds == 0 || !rocq__is_matvec(kernel)) return 0;
