@@ -3173,10 +3173,14 @@ typedef struct rocq_k_matmul_args {
 // takes ROCQ_K_DECODE_COLUMNS of them a block, attention_prefill ROCQ_K_PREFILL_COLUMNS(D), D being
 // the kernel's head size, which is the least in ROCQ_K_HEAD_DIMS that is head_dim or more.
 #define ROCQ_K_DECODE_COLUMNS 16
-#define ROCQ_K_PREFILL_COLUMNS(D) ((D) <= 128 ? 64 : (D) == 256 ? 32 : 16)
+#define ROCQ_K_PREFILL_COLUMNS(D) ((D) == 256 ? 32 : 64)
+#define ROCQ_K_PREFILL_THREADS(D) ((D) == 512 ? 512 : 128)
+#define ROCQ_K_ATTEND_WIDE_LDS 61712      // bytes of LDS of attention_prefill_512
+#define ROCQ_K_ATTENTION_LDS_BYTES 212992 // and of attention_lds_512
 
-// Blocks of 128 threads. blockIdx.x counts n_splits fastest, then KV heads, then sequences, then
-// n_tiles from the last to the first, because the last queries see most positions:
+// Blocks of 128 threads, or of prefill ROCQ_K_PREFILL_THREADS(D). blockIdx.x counts n_splits
+// fastest, then KV heads, then sequences, then n_tiles from the last to the first, because the last
+// queries see most positions:
 //   n_tiles   columns of a KV head, group n_q, over the columns of a block, rounded up
 //   n_splits  1 or more: so many blocks share the positions of a tile. A block takes no fewer than
 //             ROCQ_K_ATTEND_RUN, or all, so if kv_len is short the last ones are idle. Sums, and
@@ -3190,6 +3194,7 @@ typedef struct rocq_k_matmul_args {
 //             counter a word, for each head of a sequence. n_q and n_tiles are 1, K and V plain
 //             F16, Q F32, all in rows of whole 16 bytes, and there is no mask, cap, window, sink or
 //             lse
+// attention_lds_512 has 256 threads and no splits; rocq__attention_lds says what it takes.
 // The launches of a cut grid must run one after the other, since they may share tiles.
 typedef struct rocq_k_attention_args {
     rocq_k_common common;
@@ -3439,7 +3444,7 @@ enum {
 #define ROCQ_K_MATMUL_INT8(X, f) X(matmul_int8_##f, rocq_k_matmul_args, 128)
 #define ROCQ_K_ATTENTION(X, d)                          \
     X(attention_decode_##d, rocq_k_attention_args, 128) \
-    X(attention_prefill_##d, rocq_k_attention_args, 128)
+    X(attention_prefill_##d, rocq_k_attention_args, ROCQ_K_PREFILL_THREADS(d))
 #define ROCQ_K_STEP_DIMS(F, X) F(X, 64) F(X, 128)
 #define ROCQ_K_ATTENTION_STEP(X, d) X(attention_step_##d, rocq_k_attention_args, 128)
 
@@ -3517,6 +3522,7 @@ enum {
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATMUL_EXPERTS, X)             \
     ROCQ_K_HEAD_DIMS(ROCQ_K_ATTENTION, X)                    \
     ROCQ_K_STEP_DIMS(ROCQ_K_ATTENTION_STEP, X)               \
+    X(attention_lds_512, rocq_k_attention_args, 256)         \
     X(norm, rocq_k_norm_args, 512)                           \
     X(rope, rocq_k_rope_args, 256)                           \
     X(map, rocq_k_map_args, 256)                             \
@@ -18092,6 +18098,8 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel) {
     if (kernel == ROCQ_K_matmul_backward_lds_##name && gpu->chip.lds_tiles) return bytes;
     ROCQ_K_BACKWARD_LDS_KERNELS(ROCQ_X, )
 #undef ROCQ_X
+    if (kernel == ROCQ_K_attention_prefill_512 && !gpu->chip.target) return ROCQ_K_ATTEND_WIDE_LDS;
+    if (kernel == ROCQ_K_attention_lds_512 && gpu->chip.lds_tiles) return ROCQ_K_ATTENTION_LDS_BYTES;
     if (kernel == ROCQ_K_conv_lds_64 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_64_BYTES;
     if (kernel == ROCQ_K_conv_lds_128 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_128_BYTES;
     if (gpu->matvec_lds == 0 || !rocq__is_matvec(kernel)) return 0;
@@ -19971,22 +19979,27 @@ static double rocq__attention_partial_bytes(const rocq__site *s, int32_t tile_n)
 
 // The rule for attention looks at shapes alone, never at kv_len: a recorded launch is replayed
 // while that grows. A prefill block reads K and V for up to 64 columns at once, which pays where
-// over half of those columns exist and there is a block for every compute unit; else decode is
-// taken. A split has whole runs of ROCQ_K_ATTEND_RUN positions, and there are no more splits than
-// fill the chip. In decode, a split also has so many runs that reading it (kv / splits) takes about
-// as long as merging all of them (part * splits), which one block does alone. Their number is
-// rounded by ratio, but down if rounding up would leave over a quarter of the compute units without
-// a block. On an H200 the rule takes the fastest of 16, 22, 32 and 64 splits of 8192 positions for
+// over half of those columns exist and there are four waves for every compute unit; else decode is
+// taken. The block of 16 waves for a head of 512 counts as four on RDNA3. On an H100 it spills
+// registers and leaves no room for another: there 144 of them lose to decode (4.0 to 2.9 ms), and
+// 256 win (7.9 to 10.6), so it counts as 0.6.
+// A split has whole runs of ROCQ_K_ATTEND_RUN positions, and there are no more splits than fill the
+// chip. In decode, a split also has so many runs that reading it (kv / splits) takes about as long
+// as merging all of them (part * splits), which one block does alone. Their number is rounded by
+// ratio, but down if rounding up would leave over a quarter of the compute units without a block.
+// On an H200 the rule takes the fastest of 16, 22, 32 and 64 splits of 8192 positions for
 // D 64 (4 KV heads) and 128 (8); for D 256 (4) 64 splits take 0.91 of the time of its 32.
 static rocq_launch_config rocq__rule_attention(const rocq__chip *chip, const rocq__site *s) {
     const int32_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(s->k);
-    const bool fills = (int64_t)((s->m + many - 1) / many) * s->batch >= chip->n_units;
-    rocq_launch_config config = {0, fills && s->m > ROCQ__MAX(few, many / 2) ? many : few, 1};
     const double all = (double)s->n / (double)ROCQ_K_ATTEND_RUN; // runs
-    const double blocks = ceil((double)s->m / config.tile_n) * s->batch;
+    const double fours = ROCQ_K_PREFILL_THREADS(s->k) == 128 ? 1.0 : chip->target ? 4.0 : 0.6;
+    const double wide = ceil((double)s->m / many) * s->batch * fours;
+    const bool prefill = wide >= chip->n_units && s->m > many / 2;
+    rocq_launch_config config = {0, prefill ? many : few, 1};
+    const double blocks = prefill ? wide : ceil((double)s->m / few) * s->batch; // of four waves
     const double fill = floor((double)ROCQ__ATTENTION_BLOCKS * chip->n_units / blocks);
     double runs = ceil(all / ROCQ__MAX(fill, 1.0)); // of a split
-    if (config.tile_n == few && (few < many || s->m <= few)) { // decode
+    if (!prefill) {
         const double even =
             all / sqrt(rocq__attention_kv_bytes(s) / (double)ROCQ__ATTENTION_FLIGHT *
                        (double)ROCQ__ATTENTION_MERGE / rocq__attention_partial_bytes(s, few));
@@ -20021,8 +20034,7 @@ static rocq__site rocq__attention_site(const rocq_attention_params *p) {
 
 // Whether a launch with such tiles is of attention_decode.
 static bool rocq__attention_decodes(const rocq__site *site, int32_t tile) {
-    const int32_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(site->k);
-    return tile < many || (many == few && site->m <= few);
+    return tile < ROCQ_K_PREFILL_COLUMNS(site->k);
 }
 
 // Whether rows of a tensor, its address, and what lies between them are multiples of 16 bytes.
@@ -20030,6 +20042,26 @@ static bool rocq__attention_aligned(const rocq_tensor *t) {
     const rocq_k_tensor k = rocq__k_tensor(t);
     const int64_t all = k.stride[0] | k.stride[1] | k.stride[2];
     return (((uint64_t)(uintptr_t)k.data | (uint64_t)all) & 15) == 0;
+}
+
+// Whether the kernel attention_lds_512 takes this attention: a head of 512 for each KV head, all of
+// whose queries see all positions, in plain F16, on a chip that has such kernels; and queries for a
+// quarter of its units, which is where attention_decode has a block for each.
+static bool rocq__attention_lds(const rocq__chip *chip, const rocq_attention_params *p) {
+    const rocq_tensor *const all[3] = {p->q, p->k, p->v};
+    const int64_t tile = ROCQ_K_PREFILL_COLUMNS(512), n_tiles = (p->q->ne[2] + tile - 1) / tile;
+    if (!chip->lds_tiles || p->q->ne[0] != 512 || p->q->ne[1] != p->k->ne[1] || p->mask ||
+        p->kv_len || p->page_table || p->causal || p->window > 0 || p->softcap > 0.0f ||
+        p->scale < 0.0f || 4 * n_tiles * p->q->ne[1] * p->q->ne[3] < chip->n_units) {
+        return false;
+    }
+    for (int i = 0; i < 3; i++) {
+        if (all[i]->format != ROCQ_F16 || all[i]->layout != ROCQ_LAYOUT_GGUF ||
+            !rocq__attention_aligned(all[i])) {
+            return false;
+        }
+    }
+    return true;
 }
 
 // Whether the kernel attention_step can do this attention: one query, K and V in plain F16, and no
@@ -20069,7 +20101,12 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
         return;
     }
     const rocq__site site = rocq__attention_site(p);
-    const rocq_launch_config config = rocq__config_for(job->ctx, &site);
+    const bool lds = rocq__attention_lds(rocq__chip_of(job->ctx), p);
+    rocq_launch_config config = rocq__config_for(job->ctx, &site);
+    if (lds) {
+        config.tile_n = ROCQ_K_PREFILL_COLUMNS(512);
+        config.n_splits = 1;
+    }
     const int64_t tile = config.tile_n;
     const bool decode = rocq__attention_decodes(&site, config.tile_n);
     const int64_t n_tiles = (columns + tile - 1) / tile, blocks = n_tiles * n_kv_heads * n_seqs;
@@ -20151,9 +20188,10 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     const double once = 8.0 * (double)rocq_tensor_count(p->q); // bytes of q and out
     job->cost.bytes = once + (job->cost.bytes - once) * (double)n_tiles;
     const int kernel =
-        runs > 0 ? (head_dim == 64 ? ROCQ_K_attention_step_64 : ROCQ_K_attention_step_128)
-                 : (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size;
-    rocq__job_launch(job, kernel, blocks * n_splits, 1, 128, &args);
+        lds        ? ROCQ_K_attention_lds_512
+        : runs > 0 ? (head_dim == 64 ? ROCQ_K_attention_step_64 : ROCQ_K_attention_step_128)
+                   : (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size;
+    rocq__job_launch(job, kernel, blocks * n_splits, 1, rocq__kernels[kernel].threads, &args);
 }
 
 // -- rmsnorm, layernorm --

@@ -65,7 +65,8 @@
 //   DEV                      a device function; KERNEL(name, args, threads) the head of a kernel,
 //                            KERNEL_WAVES(.., waves) with registers for that many waves a SIMD
 //   LDS(type, name, n)       an LDS array, 16-byte aligned, in a device function or kernel;
-//                            LDS_GRANTED one that the launch has to ask for, aligned to 1024 bytes
+//                            LDS_GRANTED one that the launch has to ask for, aligned to 1024 bytes;
+//                            LDS_LARGE one of over 48 KB, which NVIDIA alone wants asked for
 //   f16 f16x2 u32x2 u32x4    a half, and vectors with .x .y .z .w
 //   gload gstore lget lput   see above; T is a scalar or one of the vectors. gload<ONCE> is for
 //                            data such as a step's weights, of which nothing will be in the caches
@@ -152,6 +153,7 @@ DEV void launch_begin() {
 #define CONSTANT static __device__ constexpr
 #define LDS(type, name, n) __shared__ __attribute__((aligned(16))) type name[n]
 #define LDS_GRANTED(type, name, n) extern __shared__ __attribute__((aligned(1024))) type name[]
+#define LDS_LARGE(type, name, n) LDS_GRANTED(type, name, n)
 
 DEV void block_sync() { __syncthreads(); }
 DEV void block_sync_lds() { __syncthreads(); }
@@ -281,6 +283,24 @@ DEV float frag_col_sum(float x) {
     x += wave_xor<4>(x);
     x += wave_xor<8>(x);
     return x + wave_xor<16>(x);
+}
+// The same for rows: the lane's elements lie in FRAG_ROW_SLOTS rows, v in that of frag_row_slot(v).
+enum { FRAG_ROW_SLOTS = 2 };
+DEV constexpr int frag_row_slot(int v) { return v >> 1 & 1; }
+DEV int frag_slot_row(int s) { return (int)(threadIdx.x & 31) / 4 + 8 * s; }
+DEV float frag_row_max(float x) {
+    x = fmaxf(x, wave_xor<1>(x));
+    return fmaxf(x, wave_xor<2>(x));
+}
+DEV float frag_row_sum(float x) {
+    x += wave_xor<1>(x);
+    return x + wave_xor<2>(x);
+}
+// Stores a result in F16. at(row, col) is the place of an element; those of columns 2 i and 2 i + 1
+// follow each other.
+template <typename F> DEV void frag_put_halves(const frag_c &c, F at) {
+    for (int v = 0; v < 8; v += 2)
+        *(f16x2 *)at(frag_row(v), frag_col(v)) = pair_floats(c.v[v], c.v[v + 1]);
 }
 
 // Operand from tile[row * stride + k], whose rows 0-15 are those of M (A) or N (B) and are aligned
@@ -515,6 +535,7 @@ DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
 #define CONSTANT __attribute__((unused, constant)) static constexpr
 #define LDS(type, name, n) static __attribute__((shared, aligned(16))) type name[n]
 #define LDS_GRANTED(type, name, n) type *const name = nullptr
+#define LDS_LARGE(type, name, n) LDS(type, name, n)
 
 DEV void block_sync() {
     __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
@@ -663,6 +684,12 @@ DEV constexpr int frag_slot(int v) { return 0; }
 DEV int frag_slot_col(int s) { return (int)(thread_index() & 15); }
 DEV float frag_col_max(float x) { return fmaxf(x, wave_xor<16>(x)); }
 DEV float frag_col_sum(float x) { return x + wave_xor<16>(x); }
+enum { FRAG_ROW_SLOTS = 8 }; // the same for rows, which only WMMA_TILES needs
+DEV constexpr int frag_row_slot(int v) { return v; }
+DEV int frag_slot_row(int s) { return frag_row(s); }
+DEV float frag_row_max(float x) { return x; }
+DEV float frag_row_sum(float x) { return x; }
+template <typename F> DEV void frag_put_halves(const frag_c &, F) {}
 
 struct frag_halves { u32x4 lo, hi; };
 // Operand from tile[row * stride + k], whose rows 0-15 are those of M (A) or N (B) and are aligned
@@ -5370,20 +5397,21 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 // is more than 8 above it: up to there P is at most 2^8 and stays within F16's range, and nearly
 // all rescaling of O is saved.
 //
-// A block is 4 waves. For D over 128 the head is cut into SLICES of 128 elements, and a wave has
-// one slice of Q, of K and of O. So no wave holds more than 128 elements of a column; the waves of
-// a column tile add their partial sums of S in LDS. How the waves divide the rest of the work:
+// A block is 4 waves, or 16 in prefill of D = 512. For D over 128 the head is cut into SLICES of 128
+// elements, and a wave has one slice of Q, of K and of O. So no wave holds more than 128 elements of
+// a column; the waves of a column tile add their partial sums of S in LDS. How the waves divide the
+// rest of the work:
 //   decode   into SETS. A set takes every SETS-th KV tile. Each wave stages its slice of K and V in
 //            LDS of its own, without a barrier. At the end (m, l, O) of the sets are merged in LDS
-//   prefill  into COLUMN_TILES. All four waves stage and use one KV tile in LDS
+//   prefill  into COLUMN_TILES. All waves stage and use one KV tile in LDS
 //
 //   D                      64  80-128   256   512
 //   decode   SETS           4     4      2     1
 //            TILE          32    16     16    16
 //            columns       16    16     16    16   of a block
-//   prefill  COLUMN_TILES   4     4      2     as decode
-//            TILE          64    32     16
-//            columns       64    64     32    16
+//   prefill  COLUMN_TILES   4     4      2     4
+//            TILE          64    32     16    16
+//            columns       64    64     32    64
 //
 // The positions that a block's columns see are cut into runs, one a block: n_splits of them, or
 // fewer where one of several would have less than ROCQ_K_ATTEND_RUN positions. The result of a
@@ -5391,9 +5419,9 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 // and the block that finishes last, which the counter tells, merges them in the order of the runs.
 // A row that sees no position is 0.
 //
-// Grid    as at rocq_k_attention_args in rocq.h; 128 threads
-// LDS     13 to 43 KB: K [position][BD + 8], V^T [row][TILE + 8], F16. The padding of 8 puts the
-//         16-byte words of consecutive rows into different banks when they are loaded. Row r of a
+// Grid    as at rocq_k_attention_args in rocq.h; 128 threads, or 512
+// LDS     13 to 43 KB, or 60 KB: K [position][BD + 8], V^T [row][TILE + 8], F16. The padding of 8
+//         puts the 16-byte words of consecutive rows into different banks when they are loaded. Row r of a
 //         slice of V^T is element 8 (r % (W / 8)) + r / (W / 8): the lanes of a wave, which store
 //         neighbouring chunks of 8 elements, so store to neighbouring rows and have no bank
 //         conflicts. The k of V^T and P are in the order of frag_k_row. In decode K and V take
@@ -5409,9 +5437,7 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 //         prefill, some 80 cycles of the rest
 
 enum {
-    ATTEND_WAVES = 4,
-    ATTEND_COLUMNS = 16, // of a column tile
-    ATTEND_HALF = 8      // of those, as many as go through LDS at a time at the end
+    ATTEND_COLUMNS = 16 // of a column tile
 };
 
 // Sizes that decode and prefill have in common. D: elements of a head. TILES: column tiles of a
@@ -5441,13 +5467,15 @@ enum {
 // after the last position, 8 chunks. Of V lane t has chunk t % 8 of four consecutive k in four
 // passes: 4 by 8 elements, which it transposes in registers and stores as 8 rows of V^T with 4
 // elements each. k stands for position frag_k_row(k): 0 2 4 .. 14, then 1 3 5 .. 15.
-template <int D, int TILES, int HELD, int N, int LOADERS> struct attend_shape {
+template <int D, int BLOCK_WAVES, int TILES, int HELD, int N, int LOADERS> struct attend_shape {
     enum {
         HEAD = D,
+        WAVES = BLOCK_WAVES,
+        BLOCK = 32 * WAVES, // threads
         COLUMN_TILES = TILES,
         SLICES = D > 128 ? D / 128 : 1,
         W = D / SLICES, // elements of a slice
-        SETS = ATTEND_WAVES / (COLUMN_TILES * SLICES), // that share the positions
+        SETS = WAVES / (COLUMN_TILES * SLICES), // that share the positions
         BD = HELD,
         TILE = N,
         ROUND = TILE * SETS, // positions that all sets take in one iteration
@@ -5463,9 +5491,11 @@ template <int D, int TILES, int HELD, int N, int LOADERS> struct attend_shape {
         Q_STRIDE = BD + 8,
         K_BYTES = TILE * K_STRIDE * 2,
         V_BYTES = BD * V_STRIDE * 2,
-        // of the merge at the end: floats from one row to the next; half of the columns at a time
+        // of the merge at the end: columns of a column tile that go through LDS at a time; rows of
+        // all sets and column tiles, and floats from one to the next
+        OUT_COLUMNS = COLUMN_TILES * D <= 512 ? 8 : 4,
         OUT_STRIDE = D + 4,
-        OUT_ROWS = SETS * COLUMN_TILES * ATTEND_HALF,
+        OUT_ROWS = SETS * COLUMN_TILES * OUT_COLUMNS,
         OUT_BYTES = OUT_ROWS * (OUT_STRIDE + 2) * 4,
         // of a wave: lists of the KV rows of two tiles (attend_place), and of the mask's rows
         ROW_BYTES = 2 * TILE * 4 + ATTEND_COLUMNS * 8
@@ -5478,11 +5508,13 @@ template <int D, int TILES, int HELD, int N, int LOADERS> struct attend_shape {
     // constants, so all passes of a thread share the address computation.
     enum { ROWS_K = THREADS / 8, GROUPS = TILE / 4 };
     template <bool V> DEV int lane_row(int t) {
-        if (!V) return t / 8;
+        if (!V) return ROWS_K > TILE ? t / 8 % TILE : t / 8;
         const int k = 4 * (t / 8 % GROUPS);
         return (k & ~15) + frag_k_row(k & 15);
     }
-    template <bool V> DEV int lane_chunk(int t) { return t % 8 + (V ? 8 * (t / 8 / GROUPS) : 0); }
+    template <bool V> DEV int lane_chunk(int t) {
+        return t % 8 + (V ? 8 * (t / 8 / GROUPS) : ROWS_K > TILE ? 8 * (t / 8 / TILE) : 0);
+    }
     template <bool V> DEV constexpr int pass_row(int p) {
         return V ? FRAG_K_STEP * (p % 4) + 4 * (ROWS_K * (p / 4) % GROUPS) : ROWS_K * p % TILE;
     }
@@ -5496,7 +5528,7 @@ template <int D, int TILES, int HELD, int N, int LOADERS> struct attend_shape {
 template <typename S> struct attend_lds {
     enum {
         ROWS_AT = (int)S::LOOP_BYTES > (int)S::OUT_BYTES ? (int)S::LOOP_BYTES : (int)S::OUT_BYTES,
-        WORD_AT = ROWS_AT + ATTEND_WAVES * S::ROW_BYTES,
+        WORD_AT = ROWS_AT + S::WAVES * S::ROW_BYTES,
         BYTES = WORD_AT + 16
     };
 };
@@ -5505,13 +5537,14 @@ template <typename S> struct attend_lds {
 // slices' shares of S are exchanged in the place of K.
 template <int D>
 struct attend_decode_shape
-    : attend_shape<D, 1, (D > 128 ? 128 : D), (D <= 64 ? 32 : 16), ROCQ_K_WAVE> {
-    typedef attend_shape<D, 1, (D > 128 ? 128 : D), (D <= 64 ? 32 : 16), ROCQ_K_WAVE> shape;
+    : attend_shape<D, 4, 1, (D > 128 ? 128 : D), (D <= 64 ? 32 : 16), ROCQ_K_WAVE> {
+    typedef attend_shape<D, 4, 1, (D > 128 ? 128 : D), (D <= 64 ? 32 : 16), ROCQ_K_WAVE> shape;
     enum {
         WAVE_BYTES = (int)shape::K_BYTES > (int)shape::V_BYTES ? (int)shape::K_BYTES
                                                                : (int)shape::V_BYTES,
         SUM_STRIDE = WAVE_BYTES / 4, // floats from one wave to the next
-        Q_AT = ATTEND_WAVES * WAVE_BYTES,
+        Q_COLUMNS = ATTEND_COLUMNS,
+        Q_AT = shape::WAVES * WAVE_BYTES,
         LOOP_BYTES = Q_AT + shape::SLICES * ATTEND_COLUMNS * shape::Q_STRIDE * 2
     };
 };
@@ -5520,14 +5553,28 @@ struct attend_decode_shape
 // staged in the place of K before the loop, and goes on to registers.
 template <int D>
 struct attend_prefill_shape
-    : attend_shape<D, (D <= 128 ? 4 : 512 / D), D, (D <= 64 ? 64 : D <= 128 ? 32 : 16), 128> {
-    typedef attend_shape<D, (D <= 128 ? 4 : 512 / D), D, (D <= 64 ? 64 : D <= 128 ? 32 : 16), 128>
+    : attend_shape<D, 4, (D <= 128 ? 4 : 2), D, (D <= 64 ? 64 : D <= 128 ? 32 : 16), 128> {
+    typedef attend_shape<D, 4, (D <= 128 ? 4 : 2), D, (D <= 64 ? 64 : D <= 128 ? 32 : 16), 128>
         shape;
     enum {
+        Q_COLUMNS = shape::COLUMNS,
         V_AT = shape::K_BYTES,
         SUMS_AT = V_AT + shape::V_BYTES,
         SUM_STRIDE = shape::S_FRAGS * 256, // floats from one wave to the next
-        LOOP_BYTES = SUMS_AT + (shape::SLICES > 1 ? ATTEND_WAVES * SUM_STRIDE * 4 : 0)
+        LOOP_BYTES = SUMS_AT + (shape::SLICES > 1 ? shape::WAVES * SUM_STRIDE * 4 : 0)
+    };
+};
+
+// The same for D = 512, where 16 waves are four column tiles of four slices. Half of the threads
+// stage K, the others V. Q is staged a column tile at a time.
+template <>
+struct attend_prefill_shape<512> : attend_shape<512, 16, 4, 512, 16, 256> {
+    enum {
+        Q_COLUMNS = ATTEND_COLUMNS,
+        V_AT = K_BYTES,
+        SUMS_AT = V_AT + V_BYTES,
+        SUM_STRIDE = S_FRAGS * 256,
+        LOOP_BYTES = SUMS_AT + WAVES * SUM_STRIDE * 4
     };
 };
 
@@ -5802,27 +5849,30 @@ DEV attend_column attend_column_of(const rocq_k_attention_args &a, int c) {
     return {query, c - query * a.group};
 }
 
-// Stages the block's columns of Q in LDS, with zeros past the last one. attend_score uses the
-// magnitude of the scale; the sign of a negative one goes into Q here.
+// Stages Q_COLUMNS columns of Q in LDS, from column0 on, with zeros past the last one.
+// attend_score uses the magnitude of the scale; the sign of a negative one goes into Q here.
 template <typename S, int WAY>
-DEV void attend_stage_q_as(f16 *tile, const rocq_k_attention_args &a, const attend_task &task) {
+DEV void attend_stage_q_as(f16 *tile, const rocq_k_attention_args &a, const attend_task &task,
+                           int column0) {
     enum {
         CHUNKS = S::HEAD / 8,
         SLICE = S::BD / 8,
         SLICE_HALVES = ATTEND_COLUMNS * S::Q_STRIDE,
-        ALL = S::COLUMNS * CHUNKS,
-        AHEAD = WAY == ATTEND_ANY ? 1 : ALL < 512 ? ALL / 128 : 4 // loads in flight
+        ALL = S::Q_COLUMNS * CHUNKS,
+        EACH = ALL / S::BLOCK,
+        AHEAD = WAY == ATTEND_ANY ? 1 : EACH < 4 ? EACH : 4 // loads in flight
     };
     const uint32_t flip = a.scale < 0.0f ? 0x80008000u : 0u;
-    const int n_there = a.group * a.n_q - task.column0, last_chunk = (a.head_dim - 1) / 8;
+    const int n_there = a.group * a.n_q - column0, last_chunk = (a.head_dim - 1) / 8;
 #pragma unroll 1
-    for (int first = (int)thread_index(); first < ALL; first += 128 * AHEAD) {
+    for (int first = (int)thread_index(); first < ALL; first += S::BLOCK * AHEAD) {
         u32x4 x[AHEAD];
 #pragma unroll
         for (int n = 0; n < AHEAD; n++) {
-            const int i = min(first + 128 * n, ALL - 1), chunk = min(i % CHUNKS, last_chunk);
+            const int i = min(first + S::BLOCK * n, ALL - 1),
+                      chunk = min(i % CHUNKS, last_chunk);
             const attend_column of =
-                attend_column_of(a, task.column0 + min(i / CHUNKS, n_there - 1));
+                attend_column_of(a, column0 + min(i / CHUNKS, n_there - 1));
             const char *row = row_of(a.q, task.kv_head * a.group + of.head, of.query, task.seq);
             if (WAY == ATTEND_ANY) {
                 float v[8] = {};
@@ -5841,7 +5891,7 @@ DEV void attend_stage_q_as(f16 *tile, const rocq_k_attention_args &a, const atte
         }
 #pragma unroll
         for (int n = 0; n < AHEAD; n++) {
-            const int i = first + 128 * n, c = i / CHUNKS, chunk = i % CHUNKS;
+            const int i = first + S::BLOCK * n, c = i / CHUNKS, chunk = i % CHUNKS;
             const bool there = c < n_there && chunk <= last_chunk;
             const u32x4 got = make4(x[n].x ^ flip, x[n].y ^ flip, x[n].z ^ flip, x[n].w ^ flip);
             const u32x4 h = there ? got : make4(0, 0, 0, 0);
@@ -5853,18 +5903,19 @@ DEV void attend_stage_q_as(f16 *tile, const rocq_k_attention_args &a, const atte
     }
 }
 template <typename S>
-DEV void attend_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_task &task) {
+DEV void attend_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_task &task,
+                        int column0) {
     const int way = attend_rows_of(a.q, 0, 0, a.head_dim).way;
-    if (way == ATTEND_F32) attend_stage_q_as<S, ATTEND_F32>(tile, a, task);
-    else if (way == ATTEND_WIDE) attend_stage_q_as<S, ATTEND_WIDE>(tile, a, task);
-    else attend_stage_q_as<S, ATTEND_ANY>(tile, a, task);
+    if (way == ATTEND_F32) attend_stage_q_as<S, ATTEND_F32>(tile, a, task, column0);
+    else if (way == ATTEND_WIDE) attend_stage_q_as<S, ATTEND_WIDE>(tile, a, task, column0);
+    else attend_stage_q_as<S, ATTEND_ANY>(tile, a, task, column0);
 }
 
 // Q H in place of Q, for K in ROCQ_LAYOUT_HADAMARD. A thread has the chunks that it has staged.
 template <typename S> DEV void attend_hadamard_q(f16 *tile, const rocq_k_attention_args &a) {
     enum { CHUNKS = S::HEAD / 8, SLICE = S::BD / 8, SLICE_HALVES = ATTEND_COLUMNS * S::Q_STRIDE };
 #pragma unroll 1
-    for (int i = (int)thread_index(); i < S::COLUMNS * CHUNKS; i += 128) {
+    for (int i = (int)thread_index(); i < S::Q_COLUMNS * CHUNKS; i += S::BLOCK) {
         const int chunk = i % CHUNKS;
         u32x4 *at = (u32x4 *)(tile + chunk / SLICE * SLICE_HALVES + i / CHUNKS * S::Q_STRIDE +
                               8 * (chunk % SLICE));
@@ -6089,7 +6140,7 @@ DEV void attend_put_out(const rocq_k_attention_args &a, const attend_task &t, in
 
 // Merges the states of the block's sets. If there is a single run, the columns then go to out. Else
 // each block stores its result in work, and the last one to do so merges all. LDS holds o as rows
-// [set][column tile][column of a half], then m and l of each row. A result in work is m and l of
+// [set][column tile][column of a part], then m and l of each row. A result in work is m and l of
 // each column, then o, one column after the other; columns past the end are left out.
 template <typename S>
 DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, int n_runs,
@@ -6106,33 +6157,34 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     float *results = a.work;
     if (n_runs > 1) results += (int64_t)t.tile_index * a.n_splits * result_floats;
     float *result = results + t.split * result_floats, *m_l = lds + S::OUT_ROWS * S::OUT_STRIDE;
-    const int own_row = (w.set * S::COLUMN_TILES + w.column_tile) * ATTEND_HALF;
+    const int own_row = (w.set * S::COLUMN_TILES + w.column_tile) * S::OUT_COLUMNS;
 #pragma unroll
     for (int s = 0; s < FRAG_SLOTS; s++) state.l[s] = frag_col_sum(state.l[s]);
 
 #pragma unroll 1
-    for (int half = 0; half < ATTEND_COLUMNS && half < n_there; half += ATTEND_HALF) {
+    for (int part = 0; part < ATTEND_COLUMNS && part < n_there; part += S::OUT_COLUMNS) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const int c = frag_col(i) - half;
-            if (c < 0 || c >= ATTEND_HALF) continue;
+            const int c = frag_col(i) - part;
+            if (c < 0 || c >= S::OUT_COLUMNS) continue;
             float *to = lds + (own_row + c) * S::OUT_STRIDE + w.slice * S::W + frag_row(i);
 #pragma unroll
             for (int f = 0; f < S::O_FRAGS; f++) lput(to + 16 * f, state.o[f].v[i]);
         }
 #pragma unroll
         for (int s = 0; s < FRAG_SLOTS; s++) {
-            const int c = frag_slot_col(s) - half;
-            if (w.slice != 0 || frag_row(0) != 0 || c < 0 || c >= ATTEND_HALF) continue;
+            const int c = frag_slot_col(s) - part;
+            if (w.slice != 0 || frag_row(0) != 0 || c < 0 || c >= S::OUT_COLUMNS) continue;
             lput((u32x2 *)m_l + own_row + c,
                  make2(bits<uint32_t>(state.m[s]), bits<uint32_t>(state.l[s])));
         }
         block_sync_lds();
-        const int rows = S::COLUMN_TILES > 1 ? S::COLUMN_TILES * ATTEND_HALF
-                                             : min(n_there - half, (int)ATTEND_HALF);
-        for (int i = thread; i < (rows * (S::HEAD / 4) + 127) / 128 * 128; i += 128) {
+        const int rows = S::COLUMN_TILES > 1 ? S::COLUMN_TILES * S::OUT_COLUMNS
+                                             : min(n_there - part, (int)S::OUT_COLUMNS);
+        for (int i = thread; i < (rows * (S::HEAD / 4) + S::BLOCK - 1) / S::BLOCK * S::BLOCK;
+             i += S::BLOCK) {
             const int row = min(i / (S::HEAD / 4), rows - 1), d = i % (S::HEAD / 4) * 4,
-                      column = row / ATTEND_HALF * ATTEND_COLUMNS + half + row % ATTEND_HALF;
+                      column = row / S::OUT_COLUMNS * ATTEND_COLUMNS + part + row % S::OUT_COLUMNS;
             const bool live = i < rows * (S::HEAD / 4) && column < n_there && d < a.head_dim;
             const float *from =
                 lds + row * S::OUT_STRIDE + d / S::W * S::W + d % 8 * (S::W / 8) + d % S::W / 8;
@@ -6140,7 +6192,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
             float top = -INFINITY, sum = 0.0f;
 #pragma unroll
             for (int k = 0; k < S::SETS; k++) {
-                const u32x2 v = lget((u32x2 *)m_l + k * S::COLUMN_TILES * ATTEND_HALF + row);
+                const u32x2 v = lget((u32x2 *)m_l + k * S::COLUMN_TILES * S::OUT_COLUMNS + row);
                 m[k] = bits<float>(v.x);
                 l[k] = bits<float>(v.y);
                 top = fmaxf(top, m[k]);
@@ -6151,7 +6203,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
                 sum += l[k] * add;
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    x[e] += add * lget(from + k * S::COLUMN_TILES * ATTEND_HALF * S::OUT_STRIDE +
+                    x[e] += add * lget(from + k * S::COLUMN_TILES * S::OUT_COLUMNS * S::OUT_STRIDE +
                                        e * (S::W / 8));
                 }
             }
@@ -6178,7 +6230,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     // A thread merges a quad of a column over all runs, with the loads of AHEAD runs in flight.
     enum { AHEAD = 8 };
     const int quads = n_there * (S::HEAD / 4);
-    for (int i = thread; i < (quads + 127) / 128 * 128; i += 128) {
+    for (int i = thread; i < (quads + S::BLOCK - 1) / S::BLOCK * S::BLOCK; i += S::BLOCK) {
         const int column = min(i / (S::HEAD / 4), n_there - 1), d = i % (S::HEAD / 4) * 4;
         const bool live = i < quads && d < a.head_dim;
         const float *from = results + 2 * S::COLUMNS + column * S::HEAD + (live ? d : 0);
@@ -6333,24 +6385,33 @@ DEV void attend_multiply_k(frag_c (&s)[S::S_FRAGS], const f16 *k, Q q) {
         }
     }
 }
-// Adds up the slices' partial sums of S, always in the same order, so that the waves of all slices
-// get the same bits. sums: LDS, where wave 0's begin. Has a barrier: all waves must call it.
+// The waves of a column tile exchange their slices' partial sums of S: each stores its own, and
+// behind a barrier loads and adds up all, in the same order in every wave, so that all get the same
+// bits. sums: LDS, where wave 0's begin.
 template <typename S>
-DEV void attend_add_slices(frag_c (&s)[S::S_FRAGS], float *sums, bool live, int wave, int slice) {
-    float *own = sums + wave * S::SUM_STRIDE + lane_index();
-    const float *all = own - slice * S::SUM_STRIDE;
-    if (live) {
+DEV void attend_put_slice(const frag_c (&s)[S::S_FRAGS], float *sums, int wave) {
+    float *own = sums + wave * S::SUM_STRIDE + 4 * lane_index();
 #pragma unroll
-        for (int i = 0; i < 8 * S::S_FRAGS; i++) lput(own + 32 * i, s[i / 8].v[i % 8]);
+    for (int i = 0; i < 2 * S::S_FRAGS; i++) {
+        const float *v = s[i / 2].v + i % 2 * 4;
+        lput((u32x4 *)(own + 128 * i), make4(bits<uint32_t>(v[0]), bits<uint32_t>(v[1]),
+                                             bits<uint32_t>(v[2]), bits<uint32_t>(v[3])));
     }
-    block_sync_lds();
-    if (!live) return;
+}
+template <typename S>
+DEV void attend_add_slices(frag_c (&s)[S::S_FRAGS], const float *sums, int wave, int slice) {
+    const float *all = sums + (wave - slice) * S::SUM_STRIDE + 4 * lane_index();
 #pragma unroll
-    for (int i = 0; i < 8 * S::S_FRAGS; i++) {
-        float sum = lget(all + 32 * i);
+    for (int i = 0; i < 2 * S::S_FRAGS; i++) {
+        float *v = s[i / 2].v + i % 2 * 4;
 #pragma unroll
-        for (int j = 1; j < S::SLICES; j++) sum += lget(all + j * S::SUM_STRIDE + 32 * i);
-        s[i / 8].v[i % 8] = sum;
+        for (int j = 0; j < S::SLICES; j++) {
+            const u32x4 x = lget((const u32x4 *)(all + j * S::SUM_STRIDE + 128 * i));
+            const float part[4] = {bits<float>(x.x), bits<float>(x.y), bits<float>(x.z),
+                                   bits<float>(x.w)};
+#pragma unroll
+            for (int e = 0; e < 4; e++) v[e] = j == 0 ? part[e] : v[e] + part[e];
+        }
     }
 }
 // Turns the products of Q and K of a tile into weights P, as operands of attend_multiply_v.
@@ -6892,7 +6953,7 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     const attend_limits limits = attend_limits_of(a, run, t.column0);
     attend_list_mask(a, t, t.column0, mask_rows);
     const attend_score score = attend_score_of(a);
-    if (!append) attend_stage_q<S>(q_tile, a, t);
+    if (!append) attend_stage_q<S>(q_tile, a, t, t.column0);
     if (a.k.layout == ROCQ_LAYOUT_HADAMARD) attend_hadamard_q<S>(q_tile, a);
     q_tile += w.slice * ATTEND_COLUMNS * S::Q_STRIDE;
     block_sync_lds();
@@ -6918,7 +6979,9 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
         }
         if (S::SLICES > 1) {
             wave_sync();
-            attend_add_slices<S>(s, (float *)lds, live, wave, w.slice);
+            if (live) attend_put_slice<S>(s, (float *)lds, wave);
+            block_sync_lds();
+            if (live) attend_add_slices<S>(s, (float *)lds, wave, w.slice);
             block_sync_lds();
         }
         frag p[S::S_FRAGS];
@@ -6969,7 +7032,7 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
     attend_list_mask(a, t, first_column, mask_rows);
     const attend_score score = attend_score_of(a);
     frag q[S::O_FRAGS];
-    attend_stage_q<S>(k_tile, a, t);
+    attend_stage_q<S>(k_tile, a, t, t.column0);
     if (a.k.layout == ROCQ_LAYOUT_HADAMARD) attend_hadamard_q<S>(k_tile, a);
     block_sync_lds();
     const f16 *const q_wave =
@@ -6994,7 +7057,10 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
         attend_clear_scores<S>(s);
         if (live) attend_multiply_k<S>(s, k_tile + w.slice * S::W, [&](int i) { return q[i]; });
         if (S::SLICES > 1) {
-            attend_add_slices<S>(s, (float *)((char *)lds + S::SUMS_AT), live, wave, w.slice);
+            float *const sums = (float *)((char *)lds + S::SUMS_AT);
+            if (live) attend_put_slice<S>(s, sums, wave);
+            block_sync_lds();
+            if (live) attend_add_slices<S>(s, sums, wave, w.slice);
         }
         frag p[S::S_FRAGS];
         if (live) attend_weights<S>(p, s, state, a, score, limits, at, mask_rows);
@@ -7010,16 +7076,244 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
     attend_finish<S>(a, state, run.n_runs, lds);
 }
 
-// With D = 512 a block's four waves are the slices of one column tile, so prefill is the same as
-// decode.
+// Prefill of D = 512. Sixteen waves, four slices of four column tiles, share each KV tile: with one
+// column tile a block, K and V would be read from L2 for every 16 columns, which takes longer than
+// the products. Products are taken in the order S of tile n, O of tile n - 1, so that two barriers
+// a tile do: between them all waves multiply, or all take weights and stage. The first half of the
+// threads stages K, a tile ahead of V, which the second half stages.
+template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
+    typedef attend_prefill_shape<D> S;
+    static_assert(attend_lds<S>::BYTES == ROCQ_K_ATTEND_WIDE_LDS, "what the launch asks for");
+    LDS_LARGE(u32x4, lds, attend_lds<S>::BYTES / 16);
+    if (a.n_splits == 0) return;
+    const int thread = (int)thread_index() % S::THREADS, wave = wave_read(wave_index(), 0);
+    const bool has_k = wave < S::THREADS / 32;
+    const attend_role w = attend_role_of<S>(wave);
+    f16 *const k_tile = (f16 *)lds, *const v_tile = (f16 *)((char *)lds + S::V_AT);
+    float *const sums = (float *)((char *)lds + S::SUMS_AT);
+    const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
+    const attend_run run = attend_run_of<S>(a, t);
+    if (t.split >= run.n_runs) return;
+
+    const attend_kv kv = attend_kv_of<S>(a, t);
+    int32_t *const tables = (int32_t *)((char *)lds + attend_lds<S>::ROWS_AT + wave * S::ROW_BYTES);
+    u32x2 *const mask_rows = (u32x2 *)(tables + 2 * S::TILE);
+    attend_place at; // of the tile that the thread stages next, whose chunks are in raw
+    at.end = run.end;
+    at.chunk0 = 0;
+    at.rows = tables;
+    u32x4 raw[S::LOADS];
+    int row[S::WORDS] = {};
+    const auto fetch = [&](int first) {
+        attend_go_to<S>(at, row, kv.paged, kv.listed, first); // past the end: the last position
+        if (has_k) attend_fetch<S, false>(raw, kv.k, at, recomputed(thread));
+        else attend_fetch<S, true>(raw, kv.v, at, recomputed(thread));
+        if (kv.paged) attend_look_up<S>(row, a, t.seq, first + S::TILE, run.end);
+    };
+    const int first_column = t.column0 + ATTEND_COLUMNS * w.column_tile;
+    const attend_limits limits = attend_limits_of(a, run, first_column);
+    attend_list_mask(a, t, first_column, mask_rows);
+    const attend_score score = attend_score_of(a);
+    frag q[S::O_FRAGS];
+#pragma unroll 1
+    for (int tile = 0; tile < S::COLUMN_TILES; tile++) {
+        attend_stage_q<S>(k_tile, a, t, t.column0 + ATTEND_COLUMNS * tile);
+        if (a.k.layout == ROCQ_LAYOUT_HADAMARD) attend_hadamard_q<S>(k_tile, a);
+        block_sync_lds();
+        if (w.column_tile == tile) {
+#pragma unroll
+            for (int i = 0; i < S::O_FRAGS; i++)
+                q[i] = frag_load(k_tile + w.slice * S::W + 16 * i, S::Q_STRIDE);
+        }
+        block_sync_lds();
+    }
+    attend_state<S> state;
+    attend_clear<S>(state);
+    frag p[S::S_FRAGS];
+    bool lives = false; // whether the wave's columns see any of the tile at first
+    if (run.begin < run.end) {
+        if (kv.paged) attend_look_up<S>(row, a, t.seq, run.begin, run.end);
+        fetch(run.begin);
+    }
+    int first = run.begin < run.end ? run.begin - S::TILE : run.end;
+    for (; first < run.end; first += S::TILE) {
+        uint64_t seen = at.seen; // of the tile behind the one at first
+        if (has_k || first >= run.begin) {
+            if (has_k) attend_stage<S, false>(k_tile, raw, kv.k, at, thread);
+            else attend_stage<S, true>(v_tile, raw, kv.v, at, thread);
+            at.rows = tables + ((at.rows - tables) ^ S::TILE);
+            fetch(at.first + S::TILE);
+            if (!has_k) seen = at.seen;
+        }
+        block_sync_lds();
+        attend_place next = at;
+        next.first = first + S::TILE;
+        next.seen = seen;
+        const bool live = next.first < run.end && attend_is_live<S>(limits, next);
+        frag_c s[S::S_FRAGS];
+        attend_clear_scores<S>(s);
+        if (live) {
+            attend_multiply_k<S>(s, k_tile + w.slice * S::W, [&](int i) { return q[i]; });
+            attend_put_slice<S>(s, sums, wave);
+        }
+        if (lives) attend_multiply_v<S>(state, v_tile + w.slice * S::W * S::V_STRIDE, p);
+        block_sync_lds();
+        if (live) {
+            attend_add_slices<S>(s, sums, wave, w.slice);
+            attend_weights<S>(p, s, state, a, score, limits, next, mask_rows);
+        }
+        lives = live;
+    }
+    attend_finish<S>(a, state, run.n_runs, lds);
+}
+
 #define ROCQ_X(X, d)                                                                               \
     KERNEL(attention_decode_##d, rocq_k_attention_args, 128) { attend_decode<d>(a); }              \
-    KERNEL(attention_prefill_##d, rocq_k_attention_args, 128) {                                    \
+    KERNEL(attention_prefill_##d, rocq_k_attention_args, ROCQ_K_PREFILL_THREADS(d)) {              \
         if constexpr (d < 512) attend_prefill<d>(a);                                               \
-        else attend_decode<d>(a);                                                                  \
+        else attend_prefill_wide<d>(a);                                                            \
     }
 ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
+
+// Prefill of D = 512 where four waves multiply straight from LDS (WMMA_TILES), without what
+// rocq__attention_lds excludes: two groups of four waves for 64 queries, in KV tiles of 64
+// positions. Here rows are queries:
+//   S = Q K^T   [query][position]: both groups compute all of it, so that none waits for the other
+//   O += P V    [query][d]: P goes through LDS; each group has half of O
+// K of the next tile is copied while P and O are computed, V of the next while S is.
+template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
+    typedef attend_prefill_shape<D> S;
+    enum { TILE = 64, CHUNKS = D / 64, CHUNK = 64 * 64, HALF = D / 2, TILES = 3 * CHUNKS + 2 };
+    static_assert(TILES * CHUNK * 2 == ROCQ_K_ATTENTION_LDS_BYTES && TILE == S::COLUMNS, "LDS");
+    static_assert(8 * 16 * (HALF + 8) * 4 + TILE * 8 <= ROCQ_K_ATTENTION_LDS_BYTES, "results");
+    LDS_GRANTED(u32x4, lds, ROCQ_K_ATTENTION_LDS_BYTES / 16);
+    if (a.n_splits == 0) return;
+    const int wave = matmul_wave(), group = wave / 4, n = a.n_kv;
+    const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
+    const int n_there = min(a.n_q - t.column0, (int)TILE);
+    f16 *const q_tile = (f16 *)lds, *const k_tile = q_tile + CHUNKS * CHUNK,
+        *const v_tile = k_tile + CHUNKS * CHUNK, *const p_tile = v_tile + (CHUNKS + group) * CHUNK;
+    const auto load = [&](const rocq_k_tensor &from, int first, int there, f16 *to) {
+        const lds_operand rows = {row_of(from, t.kv_head, first, t.seq), from.stride[1], there};
+        for (int c = 0; c < CHUNKS; c++)
+            lds_load<false, TILE, 256>(rows, 64 * c, D, to + c * CHUNK);
+    };
+    const auto load_k = [&](int first) {
+        if (first < n) load(a.k, first, n - first, k_tile);
+        copies_close();
+    };
+    const auto load_v = [&](int first) {
+        const lds_operand rows = {row_of(a.v, t.kv_head, 0, t.seq), a.v.stride[1], D};
+        if (first < n) lds_load<true, D, 256>(rows, first, n, v_tile);
+        copies_close();
+    };
+    load(a.q, t.column0, n_there, q_tile);
+    load_k(0);
+    load_v(0);
+    const float factor = attend_score_of(a).factor;
+    frag_c o[1][HALF / 16];
+    matmul_clear(o);
+    float m[FRAG_ROW_SLOTS], l[FRAG_ROW_SLOTS];
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+        m[i] = -INFINITY;
+        l[i] = 0.0f;
+    }
+#pragma unroll 1
+    for (int first = 0; first < n; first += TILE) {
+        copies_wait<1>(); // Q and K are there, V is under way
+        lds_written();
+        block_sync_lds();
+        frag_c s[1][TILE / 16];
+        matmul_clear(s);
+        wmma_lds_begin();
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                wmma_tile<false, false>(s[0], q_tile + c * CHUNK, k_tile + c * CHUNK, i);
+        }
+        wmma_lds_end();
+        wmma_lds_wait();
+        block_sync_lds();
+        load_k(first + TILE);
+
+        float top[FRAG_ROW_SLOTS];
+        bool moves = false;
+#pragma unroll
+        for (int i = 0; i < FRAG_ROW_SLOTS; i++) top[i] = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < 8 * (TILE / 16); i++) {
+            float &x = s[0][i / 8].v[i % 8];
+            if (first + TILE > n && first + 16 * (i / 8) + frag_col(i % 8) >= n) x = -INFINITY;
+            top[frag_row_slot(i % 8)] = fmaxf(top[frag_row_slot(i % 8)], x);
+        }
+#pragma unroll
+        for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+            top[i] = frag_row_max(top[i]) * factor;
+            moves = moves || top[i] > m[i] + 8.0f;
+        }
+        if (wave_ballot(moves) != 0) {
+#pragma unroll
+            for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+                const float to = top[i] > m[i] + 8.0f ? top[i] : m[i];
+                top[i] = attend_keep(m[i], to);
+                l[i] *= top[i];
+                m[i] = to;
+            }
+#pragma unroll
+            for (int i = 0; i < 8 * (HALF / 16); i++)
+                o[0][i / 8].v[i % 8] *= top[frag_row_slot(i % 8)];
+        }
+#pragma unroll
+        for (int i = 0; i < TILE / 16; i++) {
+#pragma unroll
+            for (int v = 0; v < 8; v++) {
+                float &x = s[0][i].v[v];
+                x = exp2_fast(fmaf(x, factor, -m[frag_row_slot(v)]));
+                l[frag_row_slot(v)] += x;
+            }
+            frag_put_halves(s[0][i], [&](int row, int col) {
+                row += wave % 4 * 16;
+                return p_tile + row * 64 + ((2 * i + col / 8) ^ (row & 7)) * 8 + col % 8;
+            });
+        }
+        copies_wait<1>(); // V is there, K of the next tile is under way
+        lds_written();
+        block_sync_lds();
+        wmma_lds_begin();
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            wmma_tile<false, true>(o[0], p_tile, v_tile + group * (CHUNKS / 2 * CHUNK), i);
+        wmma_lds_end();
+        wmma_lds_wait();
+        block_sync_lds();
+        load_v(first + TILE);
+    }
+    copies_wait<0>();
+
+    float *const m_l = (float *)lds + 8 * 16 * (HALF + 8);
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+        const float sum = frag_row_sum(l[i]);
+        if (group == 0) {
+            lput((u32x2 *)m_l + wave * 16 + frag_slot_row(i),
+                 make2(bits<uint32_t>(m[i]), bits<uint32_t>(sum)));
+        }
+    }
+    block_sync_lds();
+    lds_finish<HALF>(o[0], (float *)lds, [](int, int) { return lds_loaded(); },
+                     [&](int row, int col, const lds_loaded &, float (&x)[4]) {
+        const int query = row % TILE;
+        const u32x2 of = lget((const u32x2 *)m_l + query);
+        attend_put_out(a, t, t.column0 + query, row / TILE * HALF + col, query < n_there,
+                       bits<float>(of.x), bits<float>(of.y), x);
+    });
+}
+KERNEL_WAVES(attention_lds_512, rocq_k_attention_args, 256, 2) {
+    if constexpr (WMMA_TILES) attend_tiles<512>(a);
+}
 
 #define ROCQ_X(X, d) \
     KERNEL(attention_step_##d, rocq_k_attention_args, 128) { attend_step<d>(a); }

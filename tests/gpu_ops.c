@@ -694,6 +694,77 @@ static void test_attention_options(void **state) {
     }
 }
 
+// Heads of 257 to 512 in prefill, whose block has 16 waves, which stage K and V in turns: every
+// option, format and layout; several KV tiles, tiles that some columns do not see or none, column
+// tiles past the last query; alone, and in two runs that are merged.
+static void test_attention_wide(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    static const rocq_format kv[] = {ROCQ_F16, ROCQ_F32, ROCQ_BF16, ROCQ_Q8_0, ROCQ_Q4_0};
+    static const int64_t dims[] = {512, 320, 257, 488, 384};
+    for (int i = 0; i < 30; i++) {
+        const bool blocks = i % 5 > 2 || i / 5 % 5 > 2; // formats of which a row has whole blocks
+        const bool runs = i % 6 == 5;
+        const attend s = {.d = blocks ? dims[i % 2 ? 4 : 0] : dims[i / 2 % 5],
+                          .n_heads = i % 4 == 0 ? 6 : 3, .n_kv_heads = i % 4 == 0 ? 2 : 1,
+                          .n_q = runs ? 30 : 11 + 5 * (i % 9),
+                          .n_kv = runs ? 300 : 1 + 13 * (i % 8),
+                          .n_seqs = runs ? 1 : 1 + i % 2, .q = floats[i % 3 % 2],
+                          .k = kv[i % 5], .v = kv[i / 5 % 5], .causal = i % 3 == 1,
+                          .mask = i % 4 == 2, .mask_heads = i % 8 == 2, .sinks = i % 5 == 1,
+                          .kv_len = i % 4 == 1, .window = i % 3 == 1 && i % 2 ? 1 + i : 0,
+                          .softcap = i % 6 == 4 ? 8.0f : 0.0f,
+                          .out = i % 7 == 6 && blocks ? ROCQ_Q8_0 : ROCQ_F32,
+                          .page_size = i % 5 == 2 ? 1 + i % 16 : 0, .in_place = i % 7 == 3,
+                          .layout = (box_layout)(i / 3 % 3)};
+        const int64_t columns = s.n_heads / s.n_kv_heads * s.n_q;
+        const int64_t tiles = (columns + 63) / 64 * s.n_kv_heads * s.n_seqs;
+        gpu->gpu->chip.n_units = runs ? (int32_t)(4 * tiles) : 1;
+        check_attention(&s);
+    }
+    gpu->gpu->chip.n_units = n_units;
+    random_state = saved;
+}
+
+// The kernel attention_lds_512: whole and ragged tiles of queries and positions, one tile and
+// several, heads, sequences, sinks, outputs in all formats and in the place of Q; and what it must
+// leave to other kernels.
+static void test_attention_lds(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    const int64_t before = gpu->gpu->launches[ROCQ_K_attention_lds_512];
+    const bool lds_tiles = gpu->gpu->chip.lds_tiles;
+    rocq_info info;
+    rocq_get_info(gpu, &info);
+    if (!lds_tiles && !strstr(info.device, "simt")) skip();
+    gpu->gpu->chip.lds_tiles = true;
+    gpu->gpu->chip.n_units = 1;
+    enum { TAKEN = 14, LEFT = 8 };
+    for (int i = 0; i < TAKEN + LEFT; i++) {
+        static const int64_t queries[] = {1, 64, 65, 130, 63};
+        static const int64_t lengths[] = {64, 1, 63, 65, 200, 128};
+        const int other = i - TAKEN;
+        const int64_t heads = 1 + i % 3 / 2;
+        const attend s = {.d = other == 0 ? 504 : 512, .n_heads = other == 1 ? 2 * heads : heads,
+                          .n_kv_heads = heads, .n_q = queries[i % 5], .n_kv = lengths[i % 6],
+                          .n_seqs = 1 + i % 2, .q = other == 2 ? ROCQ_F32 : ROCQ_F16,
+                          .k = other == 3 ? ROCQ_Q8_0 : ROCQ_F16,
+                          .v = other == 4 ? ROCQ_BF16 : ROCQ_F16,
+                          .out = i % 4 == 1                 ? ROCQ_F16
+                                 : i % 4 == 2 && other != 0 ? ROCQ_Q8_0
+                                                            : ROCQ_F32,
+                          .in_place = i % 4 == 3, .sinks = i % 5 == 4, .causal = other == 5,
+                          .mask = other == 6, .kv_len = other == 7};
+        check_attention(&s);
+    }
+    assert_int_equal(gpu->gpu->launches[ROCQ_K_attention_lds_512], before + TAKEN);
+    gpu->gpu->chip.lds_tiles = lds_tiles;
+    gpu->gpu->chip.n_units = n_units;
+    random_state = saved;
+}
+
 // Long enough that runs of K and V are split over blocks and merged.
 static void test_attention_long(void **state) {
     (void)state;
@@ -3744,6 +3815,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_matmul_adapters), cmocka_unit_test(test_matmul_chain),
         cmocka_unit_test(test_attention_heads),
         cmocka_unit_test(test_attention_formats), cmocka_unit_test(test_attention_options),
+        cmocka_unit_test(test_attention_wide),  cmocka_unit_test(test_attention_lds),
         cmocka_unit_test(test_attention_long),  cmocka_unit_test(test_attention_scratch),
         cmocka_unit_test(test_attention_step),  cmocka_unit_test(test_attention_step_mixed),
         cmocka_unit_test(test_graph_joins_append_step),

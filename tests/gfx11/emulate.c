@@ -408,6 +408,11 @@ static void attention_prefill(emulated *e, int scale, int format, int d) {
     attend(e, (rocq_format)format, d, 4, 1, 128, 128 * scale, false, false);
     e->work = 2.0 * 4 * 128 * 128 * scale * d / 4096;
 }
+// The same of one head without a mask, as a picture's decoder has it.
+static void attention_picture(emulated *e, int scale, int format, int d) {
+    attend(e, (rocq_format)format, d, 1, 1, 64, 64 * scale, false, false);
+    e->work = 2.0 * 64 * 64 * scale * d / 4096;
+}
 
 static void attention_backward(emulated *e, int64_t d, int64_t n_q, int64_t n_kv) {
     const int64_t n_heads = 2;
@@ -788,6 +793,7 @@ static const struct {
     {"attention_step_64", "KV element", attention_step, ROCQ_F16, 64, 2},
     {"attention_prefill_128", "16x16x16", attention_prefill, ROCQ_F16, 128, 2},
     {"attention_prefill_64", "16x16x16", attention_prefill, ROCQ_F16, 64, 2},
+    {"attention_prefill_512", "16x16x16", attention_picture, ROCQ_F16, 512, 2},
     {"attention_backward_128", "16x16x16", attention_backward_both, 0, 128, 2},
     {"attention_backward_64", "16x16x16", attention_backward_both, 0, 64, 2},
     {"attention_backward_tiles", "element", attention_backward_tiles, 0, 64, 1},

@@ -859,6 +859,8 @@ struct simt_registered : simt_kernel {
     static simt_lds_site simt_site_##name = {#name, __LINE__, 0, 0, true};                        \
     [[maybe_unused]] type(&name)[n] = *(type(*)[n])simt_lds(&simt_site_##name, sizeof(type[n]))
 
+#define LDS_LARGE(type, name, n) LDS(type, name, n)
+
 #define SIMT_LINE int line = __builtin_LINE()
 
 template <typename T> struct simt_given_type { typedef T type; };
@@ -1054,6 +1056,24 @@ DEV constexpr int frag_slot(int) { return 0; }
 DEV int frag_slot_col(int) { return (int)(thread_index() & 15); }
 DEV float frag_col_max(float x, SIMT_LINE) { return fmaxf(x, wave_xor<16>(x, line)); }
 DEV float frag_col_sum(float x, SIMT_LINE) { return x + wave_xor<16>(x, line); }
+enum { FRAG_ROW_SLOTS = 8 };
+DEV constexpr int frag_row_slot(int v) { return v; }
+DEV int frag_slot_row(int s) { return frag_row(s); }
+DEV float frag_row_max(float x, SIMT_LINE) {
+    x = fmaxf(x, wave_xor<1>(x, line));
+    x = fmaxf(x, wave_xor<2>(x, line));
+    x = fmaxf(x, wave_xor<4>(x, line));
+    return fmaxf(x, wave_xor<8>(x, line));
+}
+DEV float frag_row_sum(float x, SIMT_LINE) {
+    x += wave_xor<1>(x, line);
+    x += wave_xor<2>(x, line);
+    x += wave_xor<4>(x, line);
+    return x + wave_xor<8>(x, line);
+}
+template <typename F> DEV void frag_put_halves(const frag_c &c, F at, SIMT_LINE) {
+    for (int v = 0; v < 8; v++) lput(at(frag_row(v), frag_col(v)), (f16)c.v[v], line);
+}
 
 struct frag_halves { u32x4 lo, hi; };
 DEV frag frag_load(const f16 *tile, int stride, SIMT_LINE) {
