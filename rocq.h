@@ -3995,9 +3995,9 @@ typedef struct rocq__stage {
     rocq__task fn;
     void *arg;
     int64_t n;     // items
-    int64_t grain; // worth a thread: if there are no more, one thread takes all
-    int64_t together; // that a thread takes at once where it can, though it be more than an eighth
-                      // of its share: see rocq__team_share_out
+    int64_t grain; // items that are worth a thread: a stage of no more runs on one thread
+    int64_t together; // items that a thread should take at once, even if they are more than an
+                      // eighth of its share, because it reads them in one stream; 0 = no wish
     // Runs alone before the items, or NULL. It does what depends on the contents of tensors: it
     // checks them, and may change n (0: no items), grain and together.
     rocq_result (*begin)(rocq_ctx *ctx, struct rocq__stage *stage);
@@ -4017,7 +4017,8 @@ typedef pthread_cond_t rocq__cond;
 #endif
 #endif
 
-// Cache lines, of up to 128 bytes, are kept apart by so much.
+// Padding between fields that different threads write, so that they are in different cache lines
+// (no false sharing). Cache lines have up to 128 bytes.
 enum { ROCQ__APART = 128 };
 
 // What is left of one thread's share of the open stage: the stage's number, and the first and the
@@ -4813,20 +4814,21 @@ ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor) {
 // ---------------------------------------------------------------------------------------------
 // >>threads: the stages of an op, or of a whole step, shared by the threads of a context
 // ---------------------------------------------------------------------------------------------
-// rocq__team_run runs a list of stages, one after the other. A stage that is worth it is opened:
-// its items may run at once, in chunks, of which each thread has an equal share. A thread that is
-// through with its own share takes half of what is left of another's; so one that is late, because
-// another program has its core, finds nothing left to do. Whoever finishes the last chunk goes on:
-// it runs the small stages that follow, and opens the next large one. No thread is in charge, and
-// none waits for another, only for chunks that are being worked on. Where all tasks of a team run
-// on one thread, one after the other, as a job system may choose to (rocq_desc.run_tasks), the
-// first does all.
+// rocq__team_run runs a list of stages, one after the other (work stealing within each). A stage of
+// more than a grain is opened: its items may run concurrently, in chunks, of which each thread has
+// an equal share. A thread that has used up its own share steals half of what is left of another's,
+// so a thread that is late, because another program has its core, holds nobody up. The thread that
+// finishes the last chunk runs the small stages that follow and opens the next large one. No thread
+// is in charge, and none waits for a particular other one, only for chunks that have been begun. If
+// a job system (rocq_desc.run_tasks) runs all tasks of a team on one thread, one after the other,
+// the first task does all the work.
 //
-// What this costs is cache lines that go from core to core, at 50 to 250 ns each: for a stage, one
-// with the stage, one to count chunks down, and one for each look at another thread's share.
+// The cost is cache lines that move from core to core, at 50 to 250 ns each: per stage one line
+// with the stage, one with the count of chunks, and one for each look at another thread's share.
 
-// Atomics. All are sequentially consistent but rocq__store32, of which only release is needed.
-// seq_cst: a sleeper sets `asleep`, then rechecks; a producer publishes, then reads `asleep`.
+// Atomics. All are sequentially consistent but rocq__store32, which is a release: going to sleep
+// needs that order. A sleeper sets `asleep`, then looks again for work; a producer publishes work,
+// then reads `asleep`. So at least one of the two sees what the other wrote.
 #if defined(__GNUC__) || defined(__clang__)
 static inline int64_t rocq__fetch_add64(int64_t *p, int64_t v) {
     return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
@@ -4916,7 +4918,8 @@ static inline void rocq__spin_unlock(int32_t *lock) { rocq__store32(lock, 0); }
 
 // -- waiting --
 
-// Whether a thread that has seen that stage still has to wait; inside: not if all stages are done.
+// Whether no stage has been opened since the stage `seen`. inside: the thread is in rocq__team_run,
+// whose wait also ends when all stages are done.
 static inline bool rocq__team_idle(rocq__team *team, int64_t seen, bool inside) {
     return rocq__load64(&team->open) == seen && !(inside && !rocq__load32(&team->running));
 }
@@ -4967,7 +4970,8 @@ static void rocq__team_next(rocq__team *team, int32_t thread) {
             stage->fn(stage->arg, 0, stage->n, thread);
             continue;
         }
-        // At the end a thread waits for one chunk at most: that is 1/64 of its share, or little.
+        // At the end of a stage threads wait for chunks that others have begun. So a chunk is 1/64
+        // of a thread's share, but at least a quarter of a grain, to be worth handing out.
         const int64_t small = ROCQ__MAX(stage->grain / 4, 1), most = 64 * n_threads;
         team->fn = stage->fn;
         team->arg = stage->arg;
@@ -5017,7 +5021,8 @@ static inline int64_t rocq__team_left(const rocq__team *team, int64_t word, int6
 }
 
 // Takes the back half of what another thread has left, as this thread's own. The compare-and-swap
-// fails unless that is still so: the stage cannot be over.
+// succeeds only if the other share is unchanged; then its chunks are still to be done, so the stage
+// cannot be over.
 static bool rocq__team_steal(rocq__team *team, int64_t open, int32_t thread) {
     const int32_t n_threads = team->ctx->desc.n_threads;
     for (int32_t i = 1; i < n_threads;) {
@@ -5037,9 +5042,9 @@ static bool rocq__team_steal(rocq__team *team, int64_t open, int32_t thread) {
     return false;
 }
 
-// Runs what there is to do for this thread, and returns the last stage that it has seen. It takes
-// several chunks together, whose items are neighbours in memory: an eighth of a share or what the
-// stage asks for, but no more than half of what it has left.
+// Runs chunks until there are none for this thread, and returns the number of the last stage that
+// it has seen. It takes several neighbouring chunks at once: an eighth of a share, or as many as
+// the stage asks for (together), but no more than half of what it has left.
 static int64_t rocq__team_share_out(rocq__team *team, int32_t thread) {
     int64_t *own = &team->shares[thread].left, n_done = 0;
     for (;;) {
@@ -5068,9 +5073,10 @@ static int64_t rocq__team_share_out(rocq__team *team, int32_t thread) {
     }
 }
 
-// Small stages between large ones take some microseconds, for which a thread spins. Then it yields
-// between spins, since a thread that it waits for may need its core. After SPIN_NS, which is longer
-// than from one op to the next, or than a draw between two tokens, it sleeps: waking takes longer.
+// A thread without work spins for the microseconds that small stages between large ones take. Then
+// it yields between spins, since a thread that it waits for may need its core. After SPIN_NS it
+// sleeps. That is longer than the time between two ops, or than the draw between two tokens,
+// because waking a thread takes longer than such a gap.
 enum { ROCQ__SPINS = 250, ROCQ__SPIN_NS = 50000 };
 
 // Takes part until all stages are done (inside), or until the team's threads are to end.
@@ -5231,8 +5237,8 @@ enum {
     // more.
     ROCQ__WORTH_STEP = 16384,
     ROCQ__WORTH_OP = 65536,
-    // So many multiplications of a thread with neighbouring rows of a matrix read it in long
-    // streams (rocq__mm_column_sums), and take some 40 microseconds where it comes from memory.
+    // So many multiplications of a thread are neighbouring rows of a matrix that are read as one
+    // long stream (rocq__mm_column_sums), which takes some 40 microseconds from memory.
     ROCQ__WORTH_TOGETHER = 1 << 20
 };
 
@@ -5259,7 +5265,8 @@ static rocq__stage *rocq__plan_stage(rocq__plan *plan, rocq__task fn, void *arg,
     return stage;
 }
 
-// Pages are touched by all threads, so that the system maps them before they are needed.
+// Pages are touched by all threads (rocq__touch_task), so that page faults happen before the pages
+// are needed.
 enum { ROCQ__PAGE = 4096 };
 
 typedef struct rocq__pages {
@@ -9467,9 +9474,9 @@ static ROCQ__SIMD void rocq__multiply_simd(float *x, const float *y, int64_t n) 
 //   1. each column of x is converted once, into scratch memory: to F32, or to int8 blocks of 32;
 //   2. w is decoded eight rows (a panel) and one segment of K at a time, into a buffer that stays
 //      in L1, and multiplied there with every column of a tile. INT8 takes two panels (a pair) at
-//      once, with AVX-512 all four pairs of a tile and half a segment; a lone INT8 column is
-//      multiplied while AVX2 or AVX-512 decodes, without the buffer. Float rows that few columns
-//      read are used in place;
+//      once, with AVX-512 all four pairs of a tile and half a segment. Two cases skip the buffer: a
+//      lone INT8 column is multiplied with codes in registers, right after they are decoded (a
+//      pass; AVX2 and AVX-512), and float rows that few columns read are used in place;
 //   3. the sums of a tile go through the epilogue into y.
 // A sum runs over K in one order, whatever n, the tile and the thread are, so those never change a
 // bit of a result. INT8 gives the same bits with and without SIMD: the sum of a group is an exact
@@ -9542,8 +9549,8 @@ typedef struct rocq__mm_rows {
     int64_t row_ahead;        // not 0: a pass prefetches so many bytes ahead in each row
     const rocq__codec *codec; // INT8 only: w's,
     int64_t n_blocks;         // and the segment's blocks per row
-    rocq__take_book take_book; // AVX2, of a format with a codebook,
-    const void *book;          // and that
+    rocq__take_book take_book; // AVX2, formats with a codebook: unpacks a block
+    const void *book;          // and the codebook, one of rocq__books
 } rocq__mm_rows;
 
 // Decodes the rows into rows first to first + 7 of the pair.
@@ -9569,7 +9576,7 @@ typedef struct rocq__mm {
     const struct rocq__mm *adapter; // a product of floats whose sums are added to these, or NULL
     rocq_precision precision; // resolved
     bool simd, avx512, avx_vnni;
-    rocq__take_book take_book;
+    rocq__take_book take_book; // see rocq__mm_rows
     const void *book;
     int64_t n;          // columns that share one matrix of w: those of all its batches of x
     int64_t n_matrices; // of w
@@ -9612,8 +9619,8 @@ ROCQ__SIMD static void rocq__round_f16_simd(float *v, int64_t n) {
 }
 #endif
 
-// Codes -127 .. 127 of 32 values; the scale is returned. Blocks too small for 1 / scale are zero,
-// and one infinity or NaN makes the scale NaN, so that it reaches y.
+// Codes -127 .. 127 of 32 values; the scale is returned. Blocks so small that 1 / scale would
+// overflow are zero, and one infinity or NaN makes the scale NaN, so that y shows it.
 static float rocq__quantize_32(int8_t *code, const float *v) {
     uint32_t top = 0; // the bits of |v| order as |v| does, NaN on top
     for (int i = 0; i < 32; i++) top = ROCQ__MAX(top, rocq__f32_bits(v[i]) & 0x7fffffffu);
@@ -9799,10 +9806,10 @@ static void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *
 #else
 #define ROCQ__UNROLL_PARTS
 #endif
-// Compilers regroup a chain of integer adds into a tree at its end, or move all loads to its start;
-// the terms then wait in memory for want of registers, at half the speed.
+// An optimization barrier. Without it compilers regroup a chain of integer adds into a tree at its
+// end, or move all loads to its start; the terms then spill to memory, at half the speed.
 #define ROCQ__KEEP_ORDER(v) __asm__("" : "+x"(v))
-// Loaded once into a register, not anew by every instruction that has it as an operand.
+// Keeps a value in a register, so that it is not loaded anew by every instruction that uses it.
 #define ROCQ__KEEP_512(v) __asm__("" : "+v"(v))
 
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) {
@@ -9811,10 +9818,11 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) 
     return _mm256_set1_epi32(four);
 }
 
-// Adds the products of four codes of each row to a group's sums; q numbers the group's fours. The
-// byte dot takes its first operand as unsigned. With depth > 0 the decoder has raised w's codes by
-// the format's offset, so that none is negative (rocq__mm_group.offset undoes that), and depth pair
-// sums fit one int16. With depth 0 the codes of w are signed, and their signs move over to x.
+// Adds the products of four codes of each row to a group's sums; q is the number of these four
+// codes in the group. maddubs takes its first operand as unsigned and adds two products to an
+// int16. With depth > 0 the decoder has added an offset to w's codes, so that none is negative
+// (rocq__mm_group.offset undoes that), and `depth` such sums can be added in int16 before they are
+// widened. With depth 0 the codes of w are signed: |w| is multiplied with sign(w) x.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_4_avx2(__m256i *dot, __m256i *pairs,
                                                             __m256i w, __m256i four, const int q,
                                                             const int depth) {
@@ -10011,7 +10019,8 @@ ROCQ__TARGET_AVX512 static void rocq__raise_codes(rocq__mm_pair *pair, int64_t k
     }
 }
 
-// Four columns at a time; the last ones by two, but for one that is missing.
+// Four columns at a time, and the last one or two as a pair. Where a column is missing, the last is
+// multiplied again (rocq__dot_columns_avx2).
 #define ROCQ__DOT_INT8(name, quads, depth)                                                        \
     ROCQ__TARGET_AVX2 static void rocq__dot_int8_##name(float (*sums)[ROCQ__MM_TILE_M],           \
                                                         const rocq__mm_tile *tile) {              \
@@ -10103,8 +10112,8 @@ ROCQ__DOT_SCALAR(dot_f32_fused, fmaf)
 #undef ROCQ__ADD_PRODUCT
 #undef ROCQ__DOT_SCALAR
 
-// Prefetches what is read `ahead` bytes after `at`. With one column a core mostly waits for memory:
-// on a Xeon it reads 14 GB/s with this, 10 without.
+// Prefetches the cache line `ahead` bytes after `at`. With one column a core mostly waits for
+// memory: on a Xeon it reads 14 GB/s with this, 10 without.
 #define ROCQ__FETCH(at, ahead) \
     __builtin_prefetch((const void *)((uintptr_t)(at) + (uintptr_t)(ahead)))
 #define ROCQ__FETCH_L2(at, ahead) \
@@ -10227,7 +10236,8 @@ ROCQ__TARGET_AVX512 static void rocq__dot_panel_4(float (*out)[ROCQ__MM_ROWS], c
     rocq__dot_panel(out, panel, k, column, 4);
 }
 
-// Takes the next columns of `left`, and returns their number. column has six addresses.
+// Multiplies the next six or four of `left` columns, and returns how many of them count. column has
+// six addresses.
 static int64_t rocq__dot_panel_some(float (*out)[ROCQ__MM_ROWS], const float *panel, int64_t k,
                                     const float *const *column, int64_t left) {
     const bool six = left > 8 || left == 6 || left == 5; // 8 are four and four
@@ -10396,8 +10406,8 @@ typedef struct rocq__sink {
     __m256 sum;
 } rocq__sink;
 
-// In place of the depth of a dot. The byte dot instruction adds four products to 32 bits: that of
-// AVX-512 VNNI, and that of AVX-VNNI, which has an encoding of its own.
+// Values that stand in place of the depth of a dot: decode into a panel, or use the byte dot
+// instruction, which adds four products to 32 bits. AVX-VNNI has an encoding of its own for it.
 enum { ROCQ__PANEL = -1, ROCQ__AVX512_VNNI = -2, ROCQ__AVX_VNNI = -3 };
 
 // Adds the products of unsigned w and signed x. As assembly, because a function for AVX2 cannot
@@ -10916,9 +10926,10 @@ ROCQ__BLOCK_AVX2(nvfp4) {
     }
 }
 
-// Of a format with a codebook, the numbers of a block's entries and its signs are unpacked first,
-// 32 bytes at once: those of all rows, since each is one long chain. Then 32 codes of each row are
-// looked up in rocq__books and multiplied.
+// For a format with a codebook, the numbers of a block's entries and its signs are unpacked first,
+// 32 bytes at once, for all eight rows before any is used: within a row each step depends on the
+// one before, so only different rows overlap. Then 32 codes of each row are looked up in
+// rocq__books and multiplied.
 
 struct rocq__book_block {
     uint16_t entry[64]; // of element 8 k on, or of 4 k on with IQ3
@@ -11409,7 +11420,7 @@ ROCQ__BLOCK_AVX512(q6_K) {
     X(NVFP4, nvfp4, 12, 4)  \
     X(MXFP6_E2M3, mxfp6_e2m3, 0, 0)
 
-// The formats with a codebook: the type of its entries, and its name in rocq__books.
+// The formats with a codebook: X(NAME, name, the kind of its entries, its name in rocq__books).
 #define ROCQ__MM_BOOK(X)                 \
     X(IQ1_S, iq1_s, iq1, iq1)            \
     X(IQ1_M, iq1_m, iq1, iq1)            \
@@ -11419,9 +11430,9 @@ ROCQ__BLOCK_AVX512(q6_K) {
     X(IQ3_XXS, iq3_xxs, fours, iq3_xxs)  \
     X(IQ3_S, iq3_s, fours, iq3_s)
 
-// Those whose pass has forms for the byte dot instruction: with 1024 rows of 1024 in cache they are
-// 1.15 to 1.5 times as fast (Sapphire Rapids). Others gain 12% at most, and would take as much more
-// time to compile.
+// The formats whose pass is also compiled for the byte dot instruction: with 1024 rows of 1024 in
+// cache that is 1.15 to 1.5 times as fast (Sapphire Rapids). Other formats gain 12% at most, not
+// worth the time to compile them.
 #define ROCQ__MM_VNNI(X)    \
     X(Q8_0, q8_0, 0, 0)     \
     X(Q3_K, q3_K, 4, 4)     \
@@ -11429,14 +11440,14 @@ ROCQ__BLOCK_AVX512(q6_K) {
     X(IQ4_NL, iq4_nl, 0, 0) \
     X(IQ4_XS, iq4_xs, 0, 0)
 
-// Those that 64-byte vectors decode into a whole pair.
+// The formats that 64-byte vectors decode into both panels of a pair at once.
 #define ROCQ__MM_FILL(X) \
     X(Q4_0, q4_0)        \
     X(Q8_0, q8_0)        \
     X(Q4_K, q4_K)        \
     X(Q6_K, q6_K)
 
-// Those with a pass of 64-byte vectors, and how many blocks it takes at a time.
+// The formats with a pass of 64-byte vectors, and how many blocks it takes at a time.
 #define ROCQ__MM_WIDE(X) \
     X(Q4_0, q4_0, 2)     \
     X(Q4_K, q4_K, 1)     \
@@ -11457,10 +11468,11 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm
     }
 }
 
-// What a pass prefetches while it multiplies the bytes of n_rows rows that are `at` into each.
-// Where row_ahead is 0, it goes ahead in the order of memory, whatever row that is: the fewest
-// lines. Else each row is prefetched, past its end at the start of the row that follows in its
-// place.
+// What a pass prefetches while it multiplies `bytes` bytes of n_rows rows, `at` bytes into each. If
+// row_ahead is 0 the rows lie one behind the other and it prefetches as many consecutive bytes
+// further on, whatever rows they belong to: the fewest cache lines. Else it prefetches row_ahead
+// bytes ahead in each row; past a row's end that is in the row that takes its place in the next
+// panel.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_next(const rocq__mm_rows *rows, int64_t at,
                                                             const int64_t bytes,
                                                             const int n_rows) {
@@ -11522,9 +11534,9 @@ ROCQ__WIDE void rocq__pass_avx512(float *sums, const rocq__mm_tile *tile,
     _mm512_storeu_ps(sums, to.sum);
 }
 
-// One block of each of the 16 rows into a pair, of which `group` is the first group. The codes are
-// raised so that none is negative. The F16 that a small block begins with is taken with the bytes
-// behind it.
+// Decodes one block of each of the 16 rows into a pair, from group `group` on. 128 is added to
+// signed codes, so that none is negative. The F16 that a small block begins with is loaded together
+// with the bytes behind it.
 #define ROCQ__FILL_AVX512(name)                                         \
     ROCQ__WIDE void rocq__fill_##name##_avx512(                         \
         rocq__mm_pair *to, int64_t group, const unsigned char *row, int64_t stride)
@@ -11699,7 +11711,8 @@ ROCQ__ENTRIES(iq1)
 #endif
 
 #if ROCQ__HAS_AVX2
-// Those of AVX-512 that multiply several columns. is_signed: the codes, once decoded.
+// Chooses the AVX-512 kernels that multiply several columns. is_signed: decoded codes may be
+// negative.
 static void rocq__mm_choose_vnni(rocq__mm *mm, bool is_signed) {
     if (mm->group == 32) {
         mm->dot = mm->has_min ? rocq__dot_pair_group32_min : rocq__dot_pair_group32;
@@ -11789,7 +11802,7 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
 // Chooses the kernels that multiply floats.
 static void rocq__mm_choose_float(rocq__mm *mm) {
     const rocq_format format = mm->w->format;
-    // An adapter of an INT8 product has the bits of SIMD too.
+    // INT8 products give the same bits with and without SIMD, and so must their adapters.
     mm->dot_f32 = mm->is_adapter ? rocq__dot_f32_fused : rocq__dot_f32;
 #if ROCQ__HAS_V8
     rocq__mm_dot_float f16 = rocq__dot_f16_simd, bf16 = rocq__dot_bf16_simd;
@@ -11913,15 +11926,15 @@ enum {
     ROCQ__LORA_AHEAD = 2048             // bytes of B that are prefetched
 };
 
-// Prefetches rows of B, which is so short that it ends before the processor's own prefetcher has
+// Prefetches rows of B: a matrix so short that it ends before the processor's own prefetcher has
 // recognised the stream.
 static inline void rocq__mm_fetch_lora(const unsigned char *row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) ROCQ__FETCH(row, i);
 }
 
 #if ROCQ__HAS_V8
-// The whole panels of rocq__mm_adapt for a lone column, with the same bits: a rank is so short that
-// setting up each panel took longer than its products. Returns the rows that are done.
+// Does the whole panels of rocq__mm_adapt for a lone column, with the same bits: K is the rank, so
+// short that setting up each panel took longer than its products. Returns how many rows are done.
 ROCQ__V8 int64_t rocq__adapt_column(const rocq__mm *b, const rocq_format format, int64_t m,
                                     int64_t n_rows, const float *t, float *sums) {
     const unsigned char *row = rocq__row(b->w, m, 0, 0);
@@ -12030,11 +12043,11 @@ static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matri
                           int64_t n_rows, const unsigned char *columns, int64_t n, bool few) {
     const rocq_tensor *w = mm->w;
     const bool pairs = mm->precision == ROCQ_PRECISION_INT8;
-    // Three pairs take longer one by one than as a tile with a fourth that nobody reads.
+    // Three pairs one by one take longer than a tile of four whose last pair is not used.
     const bool whole = mm->wide_dot && n_rows > ROCQ__MM_TILE_M / 2;
     const int64_t step = whole ? ROCQ__MM_TILE_M : pairs ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
     const int64_t n_padded = (n_rows + step - 1) / step * step;
-    // What a tile's pairs have of a segment would fill L1 alone.
+    // All pairs of a tile over a whole segment would leave no room for x in L1.
     const int64_t segment = whole ? ROCQ__MM_SEGMENT / 2 : ROCQ__MM_SEGMENT;
     const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
     const unsigned char *first_row = rocq__row(w, m, matrix % w->ne[2], matrix / w->ne[2]);
@@ -12080,10 +12093,10 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
 // The sums of a single column, by the pass, with any number of rows: all of K at once.
 //
 // Many rows are read in as many streams as a pass has rows: of 160 rows, say, the first pass takes
-// rows 0, 9, 18 ... 135, the second rows 1, 10, 19 ..., and what is left goes in order. A stream is
-// contiguous, so that the processor's prefetchers follow it from row to row; of neighbours that a
-// page holds they follow none. The number of rows from stream to stream is odd: those a multiple of
-// 4 KiB apart would share few sets of L1.
+// rows 0, 9, 18 ... 135, the second rows 1, 10, 19 ..., and what is left goes in order. So each
+// stream is contiguous from pass to pass, and the processor's prefetchers follow it; they do not
+// follow several streams within one page, as neighbouring rows would be. Streams are an odd number
+// of rows apart: if they were a multiple of 4 KiB apart, they would share few sets of L1.
 static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix, int64_t m,
                                  int64_t n_rows, const unsigned char *column) {
     const rocq_tensor *w = mm->w;
@@ -12107,9 +12120,10 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
         rows.stride = apart * stride;
         rows.ahead = (apart > 1 ? 1 : n) * stride; // the next rows
         rows.row_ahead = streams ? (int64_t)ROCQ__MM_STREAM_AHEAD : 0;
-        // A panel of short rows is over before memory answers. With L2 fetched further ahead, rows
-        // of 576 stream 1.2 to 1.3 times as fast on Sapphire Rapids (Zen 3: no gain); what is in L2
-        // already is read 5 to 10% slower, so not where a thread's share is hardly longer.
+        // A panel of short rows is done before a prefetch of the next one can arrive from memory.
+        // With a prefetch into L2 further ahead, rows of 576 stream 1.2 to 1.3 times as fast on
+        // Sapphire Rapids (Zen 3: no gain). But what is in L2 already is read 5 to 10% slower, so
+        // it is not used where a thread's share is hardly longer than that (mm->fetch_l2).
         rows.l2_ahead =
             mm->fetch_l2 && rows.ahead < ROCQ__MM_L2_AHEAD ? (int64_t)ROCQ__MM_L2_AHEAD : 0;
         for (int64_t p = 0; p < apart; p++) {
@@ -12147,8 +12161,8 @@ static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t t
     }
 }
 
-// How many items, each of so many multiplications, a thread takes together: enough for long streams
-// where there are streams. Else larger parts only make threads on slower cores end later.
+// How many items of `work` multiplications a thread takes together: enough for long streams
+// (rocq__mm_column_sums). Without streams larger parts only make slow threads end later.
 static int64_t rocq__mm_together(const rocq__mm *mm, int64_t work) {
     return mm->pass && mm->avx512 ? ROCQ__WORTH_TOGETHER / work : 0;
 }
@@ -12225,9 +12239,9 @@ static bool rocq__mm_same_columns(const rocq__mm *a, const rocq__mm *b) {
            a->has_min == b->has_min && v->ne[2] == w->ne[2] && v->ne[3] == w->ne[3];
 }
 
-// A product of a chain. With w2 it is two: `other` writes w2 x to scratch memory as F32, and `main`
-// multiplies by that. Then every chunk of panels goes through both. y in Q8_0 is written in F32
-// too, and cast afterwards.
+// A product of a chain. With w2 it is two: for each chunk of panels `other` writes w2 x to scratch
+// memory as F32, then `main` multiplies its own result by that. y in Q8_0 is first written to
+// scratch memory as F32, and cast in a stage of its own.
 typedef struct rocq__mm_product {
     rocq__mm main, other, adapters[2];
     rocq_matmul_params main_params, other_params;
@@ -12247,12 +12261,14 @@ typedef struct rocq__mm_chain {
     rocq__mm_product *products;
 } rocq__mm_chain;
 
-// With a cast (rocq__map) for each product. Fails to compile if a plan has no room for that.
+// Fails to compile if a plan has no room for the longest chain, with a cast (a rocq__map, 96 bytes)
+// for each product.
 typedef char rocq__mm_chain_fits[
     sizeof(rocq__mm_chain) + ROCQ__MOST_PRODUCTS * (sizeof(rocq__mm_product) + 96) <=
             ROCQ__PLAN_BYTES ? 1 : -1];
 
-// Adds n bytes of scratch memory; what does not fit an int64 cannot be allocated either.
+// Adds n bytes of scratch memory to *bytes and returns where they begin. On overflow *bytes becomes
+// INT64_MAX, which no allocation can satisfy.
 static int64_t rocq__mm_room(int64_t *bytes, int64_t n) {
     const int64_t at = *bytes;
     if (!rocq__round_up(n, 64, &n) || !rocq__add(at, n, bytes)) *bytes = INT64_MAX;
@@ -12285,8 +12301,8 @@ static void rocq__mm_lay_adapter(rocq__mm_chain *chain, rocq__mm *mm, rocq__mm *
     mm->adapter = adapter;
 }
 
-// Fills in all but addresses in scratch memory, of which it returns the bytes. products has room
-// for the chain.
+// Plans all products of a chain but for addresses in scratch memory, and returns the bytes that
+// they need there. products has room for the chain.
 static int64_t rocq__mm_lay(rocq__mm_chain *chain, rocq__mm_product *products, const rocq_ctx *ctx,
                             const rocq_matmul_params *p) {
     int64_t bytes = 0, floats;
@@ -22830,8 +22846,8 @@ typedef struct rocq__op {
 } rocq__op;
 
 // Each op is an object of its own, to which a call and a node point. So with ROCQ_STATIC a compiler
-// drops the ops that a program does not call before it spends time on them: of the list behind
-// them, only the calls that are asked for an op by its number know.
+// drops the ops that a program does not call before it spends time on them: only calls that take an
+// op by its number use the list rocq__ops, which would keep them all.
 #define ROCQ_X(NAME, name, check, scratch, cpu, job)                               \
     static const rocq__op rocq__op_##name = {                                      \
         ROCQ_OP_##NAME, #name, (int64_t)sizeof(rocq__##NAME##_params),             \
@@ -22910,15 +22926,14 @@ typedef struct rocq__node {
     int64_t n_launches;     // kernels that it launches
 } rocq__node;
 
-// What an op, a graph or a copy does, for the profile (>>profile). Flops on the matrix unit are
-// among the flops.
+// What an op, a graph or a copy does, for the profile (>>profile).
 typedef struct rocq__work {
-    const void *params;        // of an op whose work is not counted yet, else NULL
+    const void *params;        // of an op whose cost is not counted yet, else NULL
     const rocq__op *op;
     const char *name, *detail; // of its region: "matvec", and a format or NULL
     double bytes, flops, matrix;
     rocq_access access;
-    bool copy; // between host and device: not the memory's peak bounds it
+    bool copy; // between host and device: bound by the bus, not by the memory's peak
 } rocq__work;
 
 // A recorded graph. ctx->graphs lists it, so that rocq_close can free what the caller has left.
@@ -23096,7 +23111,7 @@ static void rocq__touched_add(rocq__touched *touched, int32_t *n_touched, const 
 }
 
 // Copies operands to the host, runs the op there, and copies outputs back. What overlaps on the
-// device must overlap on the host too, so each region is copied once and whole, gaps included.
+// device must overlap on the host too, so each range is copied once and whole, gaps included.
 static rocq_result rocq__run_fallback(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     rocq__node *node;
     rocq__touched touched[ROCQ__MAX_OPERANDS];
@@ -23142,8 +23157,8 @@ static rocq_result rocq__run_fallback(rocq_ctx *ctx, const rocq__op *op, const v
 
 // -- running --
 
-// While a profile is on, each op, graph and copy is a region (>>profile), but not the ops that a
-// graph captures. These are all its hooks; they are empty without ROCQ__HAS_PROFILE.
+// The profile's hooks. While it is on, each op, graph and copy is a region (>>profile), but not the
+// ops that a graph captures. Without ROCQ__HAS_PROFILE the hooks are empty.
 #if ROCQ__HAS_PROFILE
 static rocq_result rocq__region_op(rocq_ctx *ctx, const rocq__op *op, const void *params);
 static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph, const rocq__node *first,
@@ -23207,8 +23222,7 @@ static rocq_result rocq__begin_op(rocq_ctx *ctx, const char *name) {
     return ROCQ_OK;
 }
 
-// Nanoseconds for the launches of an op on a GPU, in the first expectation of its time.
-enum { ROCQ__OP_NS = 4000 };
+enum { ROCQ__OP_NS = 4000 }; // what an op on a GPU takes beside its work, before slices learn it
 
 static rocq_result rocq__run_op(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     if (!ctx) return ROCQ_E_ARGUMENT;
@@ -23496,8 +23510,9 @@ static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__nod
     return routed && n <= ROCQ_K_MATVEC_PRODUCTS ? choice : NULL;
 }
 
-// RMSNorm beside the RMSNorm that follows, as of the queries and of the keys: with rows as long and
-// as many threads, and neither writes what the other one reads or writes.
+// Two RMSNorms in a row, such as those of the queries and of the keys, in one launch: their rows
+// have the same length and their blocks the same number of threads, and neither writes what the
+// other one reads or writes.
 static bool rocq__joins_beside(const rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
     const rocq__node *next = node->next;
     const rocq_norm_params *norm = (const rocq_norm_params *)node->params,
@@ -23518,11 +23533,11 @@ static bool rocq__joins_beside(const rocq_ctx *ctx, const rocq__node *node, rocq
 }
 
 // Fusion: a GPU runs some sequences of ops as one launch. Returns the last op of the sequence that
-// begins at node, or NULL if node's op has a launch of its own; *before tells rocq__run_hip what
-// the launch does besides. A decode step of llama is so spared three of a layer's eight launches
-// and all four that adapters add, a mixture of experts more. Fused ops write the same bits as
-// separate launches do. There is one exception: rotated queries that no later op reads are not
-// written.
+// begins at node, or NULL if node's op has a launch of its own. *before receives the params of the
+// ops before the last one, for rocq__run_hip. Fusion saves a decode step of llama three of a
+// layer's eight launches and all four that adapters add, a mixture of experts more. Fused ops write
+// the same bits as separate launches do, except that rotated queries which no later op reads are
+// not written.
 static const rocq__node *rocq__joins(rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
     memset(before, 0, sizeof *before);
     if (!rocq__on_gpu(ctx) || !node->next) return NULL;
@@ -23599,8 +23614,8 @@ static rocq_result rocq__graph_forget(rocq_ctx *ctx, rocq_graph *graph) {
     return error == 0 || gpu->lost ? ROCQ_OK : rocq__hip_failed(ctx, "graph", error);
 }
 
-// Cuts the graph of a GPU into subgraphs expected to take rocq_desc.slice_us at most, unless an op
-// alone takes longer; without that limit it is one subgraph.
+// Cuts the graph of a GPU into subgraphs that are each expected to take at most rocq_desc.slice_us,
+// or are a single op that takes longer. Without slice_us it is one subgraph.
 static void rocq__graph_cut(const rocq_ctx *ctx, rocq_graph *graph) {
     rocq__node *subgraph = graph->first;
     double ns = 0.0;
@@ -23798,9 +23813,9 @@ static bool rocq__slice_next(rocq__slice *slice) {
     return true;
 }
 
-// Called before each stage, but decides only before the first stage of an op. (An op without stages
-// would have the `stage` of the op behind it: hence the loop.) At the end of a slice n_stages is
-// lowered to the stages that have run, so that the run ends as if it were complete.
+// Called before each stage, but decides only before the first stage of an op. It is a loop because
+// an op without stages points to the same stage as the op behind it. At the end of a slice n_stages
+// is lowered to the number of stages that have run, so that the run ends as if it were complete.
 static bool rocq__slice_goes_on(rocq__team *team) {
     rocq__slice *slice = team->slice;
     while (slice->next && slice->next->stage == team->stages + team->next) {
