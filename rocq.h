@@ -279,16 +279,16 @@
    outside of the graph. rocq_warm does in advance what the first replay would have to do, and
    checks that a replay is right, since some releases of the HIP runtime are reported to replay with
    stale data. A graph whose replay differs is run op by op from then on, as rocq_stats,
-   rocq_get_info and the log say. examples/llama.h records and warms its step. Ops of one token may
-   share a launch of a GPU: a norm and the product of its result, an adapter's first product and
-   those that add its second, rope_append and attention, two norms, a norm with the products of its
-   result that rocq_route chooses by and that choice.
+   rocq_get_info and the log say. examples/llama.h records and warms its step. Recorded ops of one
+   token may become one launch on a GPU: a norm and the product of its result; an adapter's A x and
+   the products that add B (A x); rope_append and attention; two norms; a norm, the router's
+   products of its result and rocq_route.
 
    rocq_graph_launch_for runs a step in slices of so many microseconds, one in each frame of a game,
    with the bits of the whole: on the CPU it returns between two ops once the time is over, on a GPU
    it submits what is expected to fit and does not wait. A GPU context for this has its graphs
    captured in subgraphs (rocq_desc.slice_us); half a millisecond is a good size. examples/frame.c
-   speaks in a render loop that way.
+   generates text in a render loop that way.
 
 
    >>time
@@ -1140,13 +1140,13 @@ typedef enum rocq_op {
 // y[m, n] = epilogue(sum over k of w[k, m] x[k, n]). The epilogue runs in this order, each step
 // optional: + lora_scale * sum over r of lora_b[r, m] lora_t[r, n], + bias[m], activation, softcap,
 // * gate[m, n], * sum over k of w2[k, m] x[k, n], + residual[m, n], cast to y's format.
-// lora_b and lora_t add a low-rank adapter (LoRA, arXiv 2106.09685): lora_t is another product, of
-// its A and x. lora_b2 and lora_t2 add one to w2 x in the same way. R is at most 512; adapters of
-// several sequences lie behind each other in R, and a gate of zeros where a column does not use
-// one, in the product that makes lora_t, chooses. On a GPU products of up to 8 columns add it in
-// their launch, if they are not in F16, lora_b is F16, R a multiple of 8 and rows of both are
-// aligned to 16 bytes. Else its product is launches of its own, and softcap beside it is
-// E_UNSUPPORTED.
+// lora_b and lora_t add a low-rank adapter (LoRA, arXiv 2106.09685), where lora_t is A x, made by
+// another product. lora_b2 and lora_t2 add one to w2 x in the same way. R is at most 512. If
+// columns use different adapters, concatenate these along R, and give the product that makes lora_t
+// a gate with zeros where a column does not use one. On a GPU products of up to 8 columns add the
+// adapter in their launch, if they are not in F16, lora_b is F16, R a multiple of 8 and rows of
+// both are aligned to 16 bytes. Else B (A x) takes launches of its own, and softcap together with
+// an adapter is E_UNSUPPORTED.
 // w and x may have a third and fourth dimension (batch); w's must divide x's, and each matrix of w
 // then serves several consecutive ones of x. y may be residual or gate.
 typedef struct rocq_matmul_params {
@@ -1363,9 +1363,9 @@ typedef struct rocq_route_params {
 // in w_kept and w2_kept, made by rocq_copy_slice. Expert e is read from slice kept[e] of these if
 // that is 0 to S - 1, else from w and w2. So kept, a table on the device, may be uploaded anew
 // between launches of a recorded graph; y has the same bits with any table, as long as the copies
-// are equal. On a GPU, long prompts first copy the experts that they miss to scratch memory, each
-// once: there is room for E - S of them there, with a memory_budget for those that half of what is
-// left of it holds. The others are read from w and w2.
+// are equal. On a GPU, long prompts first copy experts that have no copy to scratch memory, each
+// once. That has room for E - S experts, but takes at most half of what is left of memory_budget;
+// experts beyond that are read from w and w2.
 typedef struct rocq_experts_params {
     const rocq_tensor *y;        // F32, F16 or Q8_0 [M, n_slots, n], with weights [M, n]
     const rocq_tensor *w;        // any format [K, M, E]
@@ -1442,9 +1442,9 @@ typedef struct rocq_delta_net_params {
 //   y[m, ox, oy, t] = activation(bias[m] + residual[m, ox, oy, t] + sum over c, i, j, s of
 //       w[c + C (i + kw (j + kh s)), m] z[c, stride ox + i - pad_x, stride oy + j - pad_y, t'])
 //   t' = t + s, counted so that the last tap of the last frame of y is the last frame of x: causal.
-//   Where z has no such position or frame it is 0. So the size of y says how far it reaches past
-//   the right and lower edge, and x may have the kt - 1 frames before y's first one, all that are
-//   kept of a video's previous chunk, or some, or none.
+//   z is 0 outside of its positions and frames. So padding on the right and below follows from the
+//   size of y; and x may begin with up to kt - 1 frames before y's first one, kept from a video's
+//   previous chunk: where they are missing, zeros take their place.
 // From x to z, each step optional: norm, x_activation, each position repeated `upsample` times in
 // both directions (nearest). stats says which norm:
 //   [2, G, 1 or N]  of G groups of C / G channels: (x - mean) rstd norm_weight[c] + norm_bias[c],
@@ -1483,7 +1483,7 @@ typedef struct rocq_norm_stats_params {
                                 // or [1, W, H, N]: 1 / sqrt(mean over c of x^2 + eps), no moments.
                                 // Written; NULL = none
     const rocq_tensor *moments; // F32 [3, G, N]: n, mean, sum; read unless first, then written.
-                                // NULL = none; x's own are not kept
+                                // NULL = none: x is the whole picture
     const rocq_tensor *x;       // F32, F16 or BF16 [C, W, H, N]
     bool first;                 // x is the first tile
     float eps;                  // 0 = 1e-6
@@ -1718,8 +1718,8 @@ ROCQ_DEF void rocq_cancel(rocq_ctx *ctx);
 // that cannot capture, and on the CPU while a profile is on, the ops are run one by one. A launch
 // that fails (E_BOUNDS, E_CANCELLED) has run the ops before that. end reserves scratch memory; a
 // launch allocates only if that has grown since (the graph is then captured again). On failure end
-// sets *graph to NULL and drops the recording. free waits for submitted replays. rocq_close frees
-// graphs that are left.
+// sets *graph to NULL and drops the recording. destroy waits for submitted replays. rocq_close
+// destroys graphs that are left.
 ROCQ_DEF rocq_result rocq_graph_begin(rocq_ctx *ctx);
 ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **graph);
 ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph);
@@ -1733,7 +1733,7 @@ ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph); // twice is
 // bit those of rocq_graph_launch. Between slices other ops, copies and graphs may run, as long as
 // they leave alone what the step has still to read, and what it has written so far. E_ARGUMENT for
 // us < 0; any other failure (E_CANCELLED, E_BOUNDS, ...) ends the step, as rocq_graph_launch does.
-// No slice allocates, but as rocq_graph_launch does if scratch memory has moved.
+// A slice allocates only where rocq_graph_launch would, after scratch memory has grown.
 //     What an op is expected to take is learned from slices: each time that it runs, the
 // expectation moves halfway to the time taken. CPU: a slice ends between two ops, by the clock. It
 // exceeds us by as much as its last op exceeds its expectation; in a first step, where nothing is
@@ -2231,7 +2231,7 @@ typedef struct rocq_kv_stats {
 // memory and budget, where rope.freq_factors must be, and what its kernels cannot do.
 ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes);
 
-// On failure *kv is NULL. Must be freed before its context is closed. All memory is taken here: the
+// On failure *kv is NULL. Destroy it before its context is closed. All memory is taken here: the
 // buffer, some bytes on the host for each page and sequence, and the context's scratch that shift
 // needs. Of the calls below, those that may run ops (append, shift, fork, save, restore) are
 // E_STATE while a graph is recorded, and E_CANCELLED only before they have begun.
@@ -2308,9 +2308,8 @@ ROCQ_DEF rocq_result rocq_timer_stop(rocq_ctx *ctx, rocq_timer *timer);
 ROCQ_DEF rocq_result rocq_timer_read(rocq_ctx *ctx, rocq_timer *timer, double *ns);
 ROCQ_DEF void rocq_timer_free(rocq_ctx *ctx, rocq_timer *timer); // twice is harmless
 
-// What launching costs, of a kernel that does nothing, n times: until the call returns, until the
-// host sees it done, and per launch of a row of 32. On the CPU: a job handed to the threads, whose
-// call returns when it is done. For the time being memory is taken.
+// What the launch of a kernel that does nothing costs, over n launches; on the CPU that of an empty
+// job handed to the threads, whose call returns when it is done. Allocates n samples meanwhile.
 typedef struct rocq_launch_cost {
     rocq_summary submit_ns, complete_ns, row_ns;
 } rocq_launch_cost;
@@ -2340,8 +2339,8 @@ typedef enum rocq_access {
 // gathered, of a cache the rows that are written, or the positions that attention reads. What only
 // device memory knows (kv_len on a GPU) is left out with its op. They add up in all regions around.
 typedef struct rocq_profile_desc {
-    int32_t max_regions;    // names, 0 = 256; each keeps
-    int32_t max_samples;    // the latest so many times, 0 = 1024, for median and percentiles
+    int32_t max_regions;    // most regions with a name and path of their own; 0 = 256
+    int32_t max_samples;    // latest times kept of each, for median and percentiles; 0 = 1024
     int32_t max_events;     // of the trace, 0 = 65536; later ones are counted, not kept
     bool host_only;         // GPU: host times alone, no events in the queue
     bool roctx;             // also mark ranges for AMD's profilers, where libroctx64 is found;
@@ -2362,8 +2361,9 @@ typedef struct rocq_region_stats {
     rocq_summary host_ns;    // over the latest samples, count: how many calls were measured. On a
                              // GPU: of submission
     rocq_summary gpu_ns;     // count 0: not timed on the GPU
-    double total_ns;         // of ops and graphs on the GPU where they were timed there; of other
-                             // regions on the host, or the GPU if longer: their end need not wait
+    double total_ns;         // of ops and graphs the GPU's time where they were timed there; of
+                             // other regions the larger of the host's and the GPU's time, since the
+                             // GPU may still be at work when the host ends the region
     double bytes, flops; // sums of what was moved and computed, those of regions inside included
     double bytes_per_s, flops_per_s;
     double share;            // of the peak that bounds it, 0 when unknown
@@ -2467,21 +2467,21 @@ typedef struct rocq_tune_result {
     double default_ns, best_ns; // medians
     double speedup;             // default_ns / best_ns, at least 1
     double bytes_per_s, flops_per_s; // at best_ns; 0 where only the GPU knows lengths
-    int32_t n_space;            // configurations there were to try, the default among them, and
-    int32_t n_tried;            // tried before the time was over
+    int32_t n_space;            // configurations that could be tried, with the default
+    int32_t n_tried;            // of those, tried before the time was over
     double spent_ms;
     bool cached;                // known already, or nothing to choose: nothing was tried
 } rocq_tune_result;
 
-// Tunes an op for the shapes and formats of these params, which run many times (their outputs are
-// overwritten), and keeps the result in the context for all ops of that shape class. A CPU context
+// Tunes an op for the shapes and formats of these params. The op is run many times and overwrites
+// its outputs; the result is kept in the context for all ops of that shape class. A CPU context
 // has nothing to tune: E_UNSUPPORTED. desc NULL is all defaults; result may be NULL. Results keep
 // their bounds of precision, but a tuned op may order its sums differently. An op of several
 // launches has each tuned, and config is the first one's. A context keeps up to 4096 results: past
 // that, E_STATE.
-//     A time is the median of samples on the device's clock, each a row of runs, taken in turn with
-// the default's. What takes over twice as long as the default is not sampled again. What fits the
-// device's caches comes from there: see rocq_tune_graph.
+//     A time is the median of samples on the device's clock, each of several runs in a row, taken
+// in turn with the default's. A configuration that takes over twice as long as the default is not
+// sampled again. Operands that fit the device's caches are read from there: see rocq_tune_graph.
 //     A class is an exact shape, but for columns over 8 (rounded up to 32, past 1024 to a power of
 // two) and positions that attention has room for (to a power of two). Attention is timed at the
 // lengths that kv_len holds.
@@ -2491,9 +2491,9 @@ ROCQ_DEF rocq_result rocq_tune(rocq_ctx *ctx, rocq_op op, const void *params,
                                const rocq_tune_desc *desc, rocq_tune_result *result);
 
 // Tunes all ops of a recorded graph, a class at a time. Up to 64 ops of a class run in turn, so
-// that a layer finds its weights where it does in a model, mostly not in caches. Ops alone are run
-// and overwrite their outputs; appends to a KV cache are not. The graph is captured again, with
-// what was found. Of result, times are sums over the ops that there was something to choose for,
+// that a layer finds its weights where it does in a model, mostly not in caches. The ops that are
+// tuned overwrite their outputs; appends to a KV cache are not run. The graph is captured again
+// with the results. In *result, times are sums over the ops that have more than one configuration,
 // and config is the first one's.
 ROCQ_DEF rocq_result rocq_tune_graph(rocq_ctx *ctx, rocq_graph *graph, const rocq_tune_desc *desc,
                                      rocq_tune_result *result);
@@ -3877,7 +3877,8 @@ static inline uint16_t rocq__f32_to_bf16(float value) {
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// A bijection of the sum, and of the word: a change of one word always changes the checksum.
+// Maps different sums to different results, and different words too, so a change of one word always
+// changes the checksum.
 static inline uint64_t rocq__checksum_step(uint64_t sum, const void *bytes) {
     uint64_t word;
     memcpy(&word, bytes, sizeof word);
@@ -3920,7 +3921,7 @@ static inline bool rocq__block_of(rocq_format format, int64_t *elems, int64_t *b
 static inline int64_t rocq__bytes(rocq_format format, int64_t n) {
     int64_t elems, bytes;
     rocq__block_of(format, &elems, &bytes);
-    return (elems == 1 ? n : n / elems) * bytes; // a division takes longer than all else here
+    return (elems == 1 ? n : n / elems) * bytes; // avoids the division, which is what takes time
 }
 
 // The alignment in bytes that an element's address needs: that of the widest field of its block.
@@ -4089,7 +4090,7 @@ struct rocq_ctx {
     int64_t *plan_bytes;   // rocq_plan_begin's: bytes that ops raise instead of running; or NULL
     rocq_graph *graphs;    // list of all graphs of the context
     bool has_simd;   // AVX2 with FMA and F16C, or NEON
-    bool has_avx_vnni; // never without has_simd; nor is
+    bool has_avx_vnni; // this and has_avx512 are never set without has_simd
     bool has_avx512; // F, BW, DQ, VL and VNNI
     bool quiet; // failures are not logged: in rocq_supports and in a rocq__attempt
     rocq_stats stats;
@@ -4195,7 +4196,7 @@ static void rocq__print_number(rocq__output *out, double value, int width, int d
     rocq__print(out, "%*.*s", width, length, text);
 }
 
-#if ROCQ__HAS_PROFILE // which alone writes JSON
+#if ROCQ__HAS_PROFILE // only the profile writes strings from the program to JSON
 
 static void rocq__print_bytes(rocq__output *out, const char *text, int64_t size) {
     if (!out->failed && size > 0) out->failed = !out->write(text, size, out->user);
@@ -5299,7 +5300,7 @@ typedef struct rocq__fields {
     uint8_t q[256];
 } rocq__fields;
 
-// The choices an encoder has: value = d sc level[q] - dmin mn, sc and mn in the ranges given.
+// What an encoder may choose from: value = d sc level[q] - dmin mn, sc and mn in the ranges given.
 typedef struct rocq__grid {
     int32_t n, group;      // elements of a block and of a group
     int32_t q_lo, q_hi;    // the levels are the integers of this range,
@@ -6013,7 +6014,8 @@ ROCQ__NOINLINE void rocq__scaled(float *__restrict dst, const float *__restrict 
     for (int32_t i = 0; i < n; i++) dst[i] = (x[i] - offset) * factor;
 }
 
-// Importance as weights from 0 to 1, and never quite 0: unimportant values get sane levels too.
+// Importance scaled to weights from 0 to 1, plus a little, so that the level nearest to the value
+// is chosen for values without importance too.
 static void rocq__weights(float *__restrict dst, const float *__restrict w, int32_t n) {
     float top = 0;
     for (int32_t i = 0; i < n && w; i++) top = ROCQ__MAX(top, w[i]);
@@ -6252,9 +6254,10 @@ static void rocq__refit(const rocq__search *search, const rocq__sums *k, float m
     }
 }
 
-// Step 1 for a group. Starts move its largest value (without a min, its peak) from beyond the last
-// level inwards, and with a min its smallest outwards. Of about equal fits the first is taken, so
-// that groups that are alike end up alike. A single scale is rounded to F16 here, as it is stored.
+// Step 1 for a group. Starts place its largest value (without a min, its peak) from some levels
+// beyond the last level inwards, and with a min its smallest value from inside outwards. A later
+// start must be better by 0.5%, so that similar groups get similar fits. The scale of a block of
+// one group is rounded to F16 here, as it is stored.
 static void rocq__fit(rocq__search *search, int32_t g) {
     const rocq__grid *grid = search->grid;
     const float *x = search->x + g * grid->group, *w = search->w + g * grid->group;
@@ -6324,9 +6327,9 @@ typedef struct rocq__start {
 } rocq__start;
 
 // Step 2. A candidate for d puts the largest s at the end of the range of sc, or up to half the
-// range inside it, and is then moved by least squares for the sc that result. The best n are kept,
-// and the best dmin is found for each from a like spread, without the least squares. With mins, d
-// is also tried rounded up, because a min can make up for a scale that is too large.
+// range inside it, and is then moved by least squares for the sc that result. The best n are kept.
+// For each, dmin is found among candidates spread in the same way, without the least squares. With
+// mins, d is also tried rounded up, because a min can make up for a scale that is too large.
 static void rocq__find_starts(const rocq__search *search, rocq__start *starts, int32_t n) {
     const rocq__grid *grid = search->grid;
     const float end = (float)(grid->sc_lo < 0 ? grid->sc_lo : grid->sc_hi);
@@ -6702,8 +6705,9 @@ struct rocq_gguf {
     int64_t alignment;
     int64_t data_start; // offset in the file from which tensor offsets count
     rocq__gguf_index values, tensors;
-    // A model in several files is the first of them, which owns the others. Offsets that the caller
-    // sees go through all of them in a row; metadata but for split.* is in the first alone.
+    // A model in several files is represented by the first, which owns the others. Offsets that the
+    // caller sees are those in the files laid one behind the other ("the row"). Metadata but for
+    // split.* is in the first alone.
     rocq_gguf **others; // [n_others]
     int32_t n_others;
     int64_t base;     // where this file begins in the row
@@ -7373,7 +7377,7 @@ static rocq_result rocq__gguf_split(const rocq_gguf *file, const char *key, int6
     return result == ROCQ_E_NOT_FOUND ? ROCQ_OK : result;
 }
 
-// Opens file i of n at path, which it becomes number i of the row, and checks that it is that one.
+// Opens the file at desc->path, appends it to the row, and checks that it is file i of n.
 static rocq_result rocq__gguf_open_other(rocq_gguf *file, const rocq_gguf_desc *desc, int32_t i,
                                          int32_t n) {
     char why[256];
@@ -7831,7 +7835,7 @@ static rocq_result rocq__entry_init(rocq_ctx *ctx, const char *op, const rocq_gg
     if (!found->known) return rocq__gguf_unread(ctx, op, name.text, found->type_id);
     const rocq_gguf *holder = rocq__gguf_holder(file, found->offset);
     if (holder->whole && ctx->backend == ROCQ_BACKEND_CPU && !copy) {
-        // The cast drops const, as rocq_buffer has none; ops do not write to their inputs.
+        // The cast drops const, which rocq_buffer does not have; ops do not write to their inputs.
         void *data = (void *)(uintptr_t)(holder->head + (found->offset - holder->base));
         const rocq_buffer view = rocq_buffer_from_host(data, found->size);
         const rocq_result result =
@@ -8746,12 +8750,13 @@ static rocq__choice rocq__product_choice(const rocq_ctx *ctx, rocq_backend backe
     return rocq__columns_choice(ctx, backend, p->precision, w->format, p->x->ne[1]);
 }
 
-// The same for the product by expert. On a GPU few pairs of a token and an expert are a matvec
-// each, in INT8 or F32, while more are sorted into tiles, which have F16 alone.
+// On a GPU few pairs of a token and an expert are a matvec each, in INT8 or F32, while more are
+// sorted into tiles, which have F16 alone.
 static bool rocq__experts_few(const rocq_experts_params *p) {
     return p->ids->ne[0] * p->ids->ne[1] <= ROCQ__MAX(2 * p->w->ne[2], p->ids->ne[0]);
 }
 
+// As rocq__product_choice, for the product by expert.
 static rocq__choice rocq__experts_choice(const rocq_ctx *ctx, rocq_backend backend,
                                          const rocq_experts_params *p) {
     const int64_t columns = rocq__experts_few(p) ? 1 : ROCQ_K_FEW + 1;
@@ -8817,7 +8822,7 @@ static double rocq__nmse_bound(rocq_precision precision) {
 //   sqrt                    lane by lane
 //   swap                    of each two neighbours
 //   round                   to the nearest integer, halves to even
-//   pow2                    2^k for integers k from -126 to 127
+//   pow2                    2^k for integers k from -126 to 128, where it is infinity
 //   zero_below              v, but 0 in the lanes where x < limit
 //   sum                     of the lanes: ((0 + 4) + (1 + 5)) + ((2 + 6) + (3 + 7))
 //   sum4                    of each of four: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), to out[4]
@@ -9119,9 +9124,10 @@ ROCQ__V8 void rocq__v8_load_row(const rocq_format format, const int n_vectors, r
     }
 }
 
-// Eight elements at a time: F16, BF16, Q8_0 and Q4_0, the formats of activations and KV caches, in
-// one go, others from codes that their decoder leaves in L1. Compilers may fuse the multiplication
-// and the subtraction, with the same result: where there is a min, products have at most 22 bits.
+// Eight elements at a time. F16, BF16, Q8_0 and Q4_0, the formats of activations and KV caches, go
+// straight to floats; for others unpack writes codes to a buffer in L1 first. Compilers may fuse
+// the multiplication and the subtraction without changing the result: where there is a min,
+// products have at most 22 bits, so they are exact.
 static ROCQ__SIMD void rocq__decode_simd(rocq_format format, float *dst, const void *src,
                                          int64_t n) {
     const unsigned char *bytes = (const unsigned char *)src;
@@ -9180,8 +9186,9 @@ static inline void rocq__decode(bool simd, rocq_format format, float *dst, const
 }
 
 // -- exp, tanh and what is made of them --
-// The two forms below do the same operations in the same order, all of them rounded as IEEE 754
-// says: they have the same bits, so that INT8 products keep theirs through the epilogue.
+// The scalar and the vector form do the same operations in the same order, all of them rounded as
+// IEEE 754 says, so they give the same bits. INT8 products need that, since their epilogue applies
+// activations.
 
 static const float rocq__exp_term[5] = {0.00139262131f, 0.00836320315f, 0.0416665561f, 0.166665763f,
                                         0.5f};
@@ -9192,8 +9199,9 @@ static inline float rocq__clamp(float x, float least, float most) { // NaN stays
     return x < least ? least : x > most ? most : x;
 }
 
-// exp(x) = 2^k (1 + p): returns p = e^r - 1 of r = x - k ln(2), which is ln(2) / 2 at most, from a
-// polynomial that is off by 1.1e-8 of e^r, and sets *power to 2^k. x in [LEAST, MOST], not NaN.
+// exp(x) = 2^k (1 + p): returns p = e^r - 1 with r = x - k ln(2), |r| <= ln(2) / 2, from a
+// polynomial whose error is at most 1.1e-8 of e^r, and sets *power to 2^k. x in [LEAST, MOST], not
+// NaN.
 static float rocq__exp_parts(float x, float *power) {
     const float k = rintf(x * 1.44269504f);
     // ln(2) in two parts, the first short enough that its products with k are exact
@@ -9224,7 +9232,8 @@ static float rocq__tanh1(float x) {
 // SILU and the tanh form of GELU are x / (1 + exp(-(linear x + cubic x^3))): 1 + tanh(u), as
 // 2 / (1 + exp(-2 u)), does not cancel for negative x.
 static float rocq__gate1(float x, float linear, float cubic) {
-    const float slope = fmaf(ROCQ__MIN(x * x, 1e30f), cubic, linear); // 0 inf is NaN
+    // The minimum keeps the square finite: with cubic 0, 0 times infinity would be NaN.
+    const float slope = fmaf(ROCQ__MIN(x * x, 1e30f), cubic, linear);
     return x / (1.0f + rocq__exp1(-(x * slope)));
 }
 
@@ -9333,8 +9342,8 @@ static ROCQ__SIMD int64_t rocq__sigmoid_simd(float *x, int64_t n) {
     return i;
 }
 
-// max(0, v) returns v where that is NaN, as the scalar form does, but also where it is -0, of which
-// the scalar form makes 0: adding 0 does so here.
+// max(0, v) returns v where v is NaN, as the scalar form does, but also where v is -0, which the
+// scalar form turns into 0: adding 0 does that here.
 static ROCQ__SIMD int64_t rocq__relu_simd(float *x, int64_t n) {
     const rocq__v8 zero = rocq__v8_set1(0.0f);
     int64_t i = 0;
@@ -12486,7 +12495,7 @@ static ROCQ__SIMD int64_t rocq__store_f16_simd(unsigned char *dst, const float *
 }
 #endif
 
-// Writes elements [first, first + n) of a row; src is not the row itself, but where format is F32.
+// Writes elements [first, first + n) of a row. src may be the row itself only if format is F32.
 static void rocq__store(bool simd, rocq_format format, unsigned char *row, int64_t first,
                         const float *src, int64_t n) {
     unsigned char *dst = row + rocq__bytes(format, first);
@@ -12564,9 +12573,11 @@ static float rocq__max_scalar(const float *x, int64_t n) {
 
 #if ROCQ__HAS_V8
 
+// Before a tail call from AVX to SSE code gcc 12 leaves vzeroupper out, without which every SSE
+// instruction that follows is several times slower.
 #if ROCQ__HAS_AVX2
-#define ROCQ__END_SIMD() _mm256_zeroupper() // gcc 12 leaves it out before a tail call, and SSE
-#else                                       // code then crawls
+#define ROCQ__END_SIMD() _mm256_zeroupper()
+#else
 #define ROCQ__END_SIMD() ((void)0)
 #endif
 
@@ -12703,16 +12714,16 @@ static void rocq__hadamard(bool simd, float *v, int64_t size, int64_t n) {
 // merged in order afterwards. Tiles and splits start at fixed positions: results depend neither on
 // the number of threads nor on how large the cache is.
 //
-// There are two ways through a tile. A few rows take a dot product with each key and add each value
-// up, and K and V may stay as they are stored. Many rows are two matrix products over decoded K and
-// V, with queries in the lanes of S^T = K Q^T, so that the softmax needs no sums across lanes, and
-// elements of values in those of O += P V.
+// A tile is computed in one of two ways. For a few rows, each takes a dot product with each key and
+// adds up weighted values, reading K and V as they are stored where it can. For many rows there are
+// two matrix products over decoded K and V: S^T = K Q^T has queries in the lanes of a vector, so
+// that the softmax needs no sums across lanes, and O += P V has elements of a value there.
 
 enum {
     ROCQ__ATTEND_ROWS = 48,   // most query rows of a tile, a multiple of LANES and SIX
     ROCQ__ATTEND_KEYS = 48,   // KV positions per tile, a multiple of SIX
     ROCQ__ATTEND_SPLIT = 192, // KV positions per split, a multiple of the tile
-    ROCQ__ATTEND_FEW = 8,     // so many query rows are few
+    ROCQ__ATTEND_FEW = 8,     // most query rows that are computed as few
     ROCQ__ATTEND_LANES = 16,  // queries, or elements of values, that a product takes at once;
                               // with AVX-512 up to four times as many
     ROCQ__ATTEND_SIX = 6      // keys, or queries, that it takes
@@ -12726,19 +12737,19 @@ typedef struct rocq__attend {
     int64_t n_rows;    // query rows per KV head: group n_q
     int64_t tile_rows; // rows in one item; of several tiles a multiple of LANES
     int64_t n_tiles;
-    int64_t n_splits;  // of the longest sequence; at most
-    int64_t most_splits;
+    int64_t n_splits;  // of the longest sequence, by its kv_len
+    int64_t most_splits; // n_splits if it had all n_kv positions
     int64_t worth;     // rocq__plan.worth
     int64_t pitch;     // floats from row to row in scratch
-    int64_t stride;    // floats from row to row of scores, and of q where they are columns
+    int64_t stride;    // rows that scratch has room for: tile_rows, or ROCQ__ATTEND_ROWS for many
     int64_t local;     // floats of scratch per thread
     int64_t partial;   // floats per row of a split's result: m, l, acc
     int64_t hadamard;  // B of ROCQ_LAYOUT_HADAMARD
     float scale;
     bool as_is;        // k and v are not decoded first
-    bool many;         // rows are many: lanes of vectors
-    bool wide;         // of 64 bytes
-    int64_t rows;      // that these two take at once:
+    bool many;         // rows are many: two matrix products
+    bool wide;         // in vectors of 64 bytes
+    int64_t rows;      // of few rows, how many these two take at once:
     void (*dots)(const float *const *q, const void *const *k, int64_t n_keys, int64_t n,
                  float *const *score);
     void (*values)(float *const *acc, const float *keep, const void *const *v,
@@ -12781,8 +12792,8 @@ static void rocq__values_scalar(float *const *acc, const float *keep, const void
 
 #if ROCQ__HAS_V8
 
-// The same for two or four rows, which share what it costs to widen a key, with 8 / rows keys at a
-// time, so that all sums stay in registers. A row's bits are the same in both.
+// The same for two or four rows, for which a key is widened once, with 8 / rows keys at a time, so
+// that all sums stay in registers. A row's result has the same bits with two and with four.
 ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *const *q,
                          const void *const *k, int64_t n_keys, int64_t n, float *const *score) {
     const int step = 8 / rows;
@@ -13073,7 +13084,8 @@ static inline const void *rocq__attend_line(const rocq__attend *a, const rocq__a
     return dst;
 }
 
-// A KV head's rows may be too far apart for the hardware to prefetch them, and V's are read across.
+// In software, because a KV head's rows may be too far apart for the hardware's prefetcher, and V's
+// are read a few elements of each row at a time.
 static inline void rocq__attend_prefetch(const rocq__attend_rows *rows, int64_t row) {
     for (int64_t i = 0; i < rows->bytes; i += 64) ROCQ__PREFETCH(rows->base + row * rows->step + i);
 }
@@ -13094,8 +13106,9 @@ static void rocq__attend_scores(const rocq__attend *a, int64_t n, const void **l
     }
 }
 
-// Adds the values at line to acc, and their keys' scores to m and l. Rows that see all of them
-// share the loads of V; else each goes alone, with spare rows that take part in nothing.
+// Updates m, l and acc by the scores of n_keys keys and their values at line. If all rows that a
+// kernel takes see all keys, they share the loads of V. Else each is computed alone, and the
+// kernel's other rows are local->spare, whose results are not used.
 static void rocq__attend_sums(const rocq__attend *a, int64_t n, const void *const *line,
                               int64_t n_keys, bool all_visible, const rocq__attend_local *local) {
     static const float none[ROCQ__ATTEND_KEYS] = {0};
@@ -13153,11 +13166,11 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *it
 
 // -- many rows --
 
-// c[i] = keep[i] c[i] + sum over k of a[i a_row + k a_step] b[k b_step], for SIX rows c[i] and b[k]
-// of LANES floats; keep may be NULL, which counts as 0. With AVX2 a row is two vectors, and the
-// twelve sums stay in registers. A step of k takes eight loads (six broadcasts of a, two vectors of
-// b) for twelve multiply-adds. A core issues two of each a cycle, so the multiply-adds are the
-// limit.
+// c[i] = keep[i] c[i] + sum over k of a[i a_row + k a_step] b[k b_step], where c[i], for i < SIX,
+// and b[k] are rows of LANES floats; keep may be NULL, which counts as 0. With AVX2 a row is two
+// vectors, and the twelve sums stay in registers. A step of k takes eight loads (six broadcasts of
+// a, two vectors of b) for twelve multiply-adds. A core issues two of each a cycle, so it is bound
+// by the multiply-adds.
 typedef struct rocq__attend_product {
     const float *a, *b, *keep;
     float *c;
@@ -13203,8 +13216,8 @@ static ROCQ__SIMD void rocq__attend_multiply_simd(const rocq__attend_product *p)
 
 #if ROCQ__HAS_AVX2
 // The same with n_vectors of 16 lanes. A core multiplies two vectors of 64 bytes in the time of one
-// load: with two vectors a product waits for its loads, which are eight for twelve; with four they
-// are ten for 24.
+// load. So with two vectors, eight loads for twelve multiplications, it is bound by loads; with
+// four there are ten loads for 24.
 ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__attend_multiply_wide(
     const rocq__attend_product *p, const int n_vectors) {
     const int64_t a_row = p->a_row, a_step = p->a_step, b_step = p->b_step;
@@ -13445,7 +13458,8 @@ static void rocq__attend_tile_many(const rocq__attend *a, const rocq__attend_ite
     }
 }
 #endif
-// Loads the rows of q, scaled and, if K is kept so, times H; clears m, l and acc.
+
+// Loads the rows of q, scaled and, if K is in ROCQ_LAYOUT_HADAMARD, times H; clears m, l and acc.
 static void rocq__attend_start(const rocq__attend *a, const rocq__attend_item *item,
                                const rocq__attend_local *local) {
     const int64_t pitch = a->pitch;
@@ -13491,8 +13505,8 @@ static void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32_t
             end = ROCQ__MIN(end, (split + 1) * ROCQ__ATTEND_SPLIT);
         }
         rocq__attend_start(a, &rows, &local);
-        // [lo_last, hi_first) is what all rows see. Tiles of few rows end there too, so that most
-        // need no bias.
+        // All rows see [lo_last, hi_first). For few rows, tiles also end at these two positions, so
+        // that most tiles are seen by all rows and need no bias.
         for (int64_t first = begin, last; first < end; first = last) {
             last = ROCQ__MIN(first - first % ROCQ__ATTEND_KEYS + ROCQ__ATTEND_KEYS, end);
 #if ROCQ__HAS_V8
@@ -13572,7 +13586,7 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     a->many = a->simd && a->tile_rows > ROCQ__ATTEND_FEW;
     a->wide = a->many && ctx->has_avx512;
     a->stride = a->tile_rows;
-    if (a->many) { // an odd number of cache lines: a power of two would map rows to few sets of L1
+    if (a->many) { // an odd number of 64-byte lines, so that rows do not share few sets of L1
         a->stride = ROCQ__ATTEND_ROWS;
         a->pitch = (a->head_dim + 15) / 16 * 16 | 16;
     }
@@ -13598,7 +13612,7 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     return bytes;
 }
 
-// What depends on the contents of kv_len and page_table.
+// Checks the contents of kv_len and page_table.
 static rocq_result rocq__attend_check(rocq_ctx *ctx, const rocq__attend *a) {
     const rocq_attention_params *p = a->p;
     for (int64_t seq = 0; seq < a->n_seqs; seq++) {
@@ -13628,7 +13642,7 @@ static int64_t rocq__scratch_attention_cpu(const rocq_ctx *ctx, const void *para
     return rocq__attend_plan(ctx, p, &a);
 }
 
-// How many items there are follows from the lengths.
+// Sets the number of items, which follows from kv_len.
 static rocq_result rocq__attend_begin(rocq_ctx *ctx, rocq__stage *stage) {
     rocq__attend *a = (rocq__attend *)stage->arg;
     int64_t longest = 0;
@@ -14287,8 +14301,9 @@ static void rocq__plan_argmax_cpu(rocq__plan *plan, rocq_op op, const void *para
 
 enum {
     ROCQ__DRAW = 64,       // tokens of a strip
-    ROCQ__DRAW_BINS = 256, // of top-p, by a logit's distance from the top: eight for one of 1
-    ROCQ__DRAW_PARTS = 8   // of top-p, that have sums of their own
+    ROCQ__DRAW_BINS = 256, // of top-p's histogram of logits by their distance from the top: eight
+                           // bins for a distance of 1
+    ROCQ__DRAW_PARTS = 8   // most parts of top-p, each with a histogram of its own
 };
 
 typedef struct rocq__candidate {
@@ -14371,8 +14386,8 @@ static ROCQ__TARGET_AVX512 float rocq__weigh_avx512(float *weight, const float *
 }
 #endif
 
-// The bin of each logit of a strip, less 128. It never falls from one logit to a lower one, and the
-// last bin has what is farther away, NaN too.
+// The bin of each logit of a strip, less 128, which makes it an int8. A lower logit never has a
+// lower bin; the last bin has all that are farther away, and NaN.
 static void rocq__bin_scalar(int8_t *bin, const float *x, float top) {
     for (int i = 0; i < ROCQ__DRAW; i++) {
         const float distance = (top - x[i]) * 8.0f, most = (float)(ROCQ__DRAW_BINS - 1);
@@ -14398,10 +14413,10 @@ static inline uint64_t rocq__mix(uint64_t z) { // splitmix64's finisher
     return z ^ (z >> 31);
 }
 
-// Quickselect: the candidate at which the weights, summed in that order, reach target. A weight is
-// exp(logit - top), or 1 with count. Reorders list; n > 0. The pivot stands where a hash of n says:
-// in the middle it would be the best of all logits that rise and then fall, or the last of those
-// that fall and then rise, round after round, and n candidates would take n^2 steps.
+// Quickselect: the candidate at which the weights, summed in the order of rocq__before, reach
+// target. A weight is exp(logit - top), or 1 with count. Reorders list; n > 0. The place of the
+// pivot is a hash of n: with the middle one, logits that rise and then fall would give the largest
+// as the pivot in every round, and n candidates would take n^2 steps.
 static rocq__candidate rocq__select(rocq__candidate *list, int64_t n, float top, bool count,
                                     double target) {
     double front = 0.0; // weight of what stands before list
@@ -14428,7 +14443,7 @@ static rocq__candidate rocq__select(rocq__candidate *list, int64_t n, float top,
         if (sum >= target || m == n - 1) return pivot;
         front = sum;
         list += m;
-        n -= m + 1; // the pivot was the last one
+        n -= m + 1; // the pivot stands behind the rest, at list[n]
     }
     return list[0];
 }
@@ -14607,8 +14622,8 @@ static void rocq__draw_bins_task(void *arg, int64_t part, int64_t end, int32_t t
     }
 }
 
-// Of the candidates up to the cut, the one at which the weights reach their share p. Sums by
-// distance tell in which bin that is; only that one is searched.
+// Of the candidates up to the cut, the one at which the cumulative weight reaches the share p of
+// all. The histogram tells in which bin that is; only that bin is searched.
 static rocq__candidate rocq__draw_top_p(const rocq__drawing *a, double p) {
     enum { LAST = ROCQ__DRAW_BINS - 1, MIDDLE = ROCQ__DRAW_BINS / 2 };
     const int64_t size = rocq__draw_part(a->n_strips);
@@ -14708,8 +14723,9 @@ static rocq_result rocq__sample_draw(rocq_ctx *ctx, rocq__stage *stage) {
     (void)ctx;
     if (!(p->temperature > 0.0f)) return ROCQ_OK;
     for (int64_t s = 0; s < a->n_strips; s++) total += (double)a->sum[s];
-    // front repeats the additions of total, so it passes target; where the product was rounded up
-    // to total, and where a strip's own sum was rounded, the last token with any weight is drawn.
+    // front repeats the additions of total, so it passes target, unless target was rounded up to
+    // total; then, and if rounding makes a strip's tokens sum to less than its own sum, the last
+    // token with any weight is drawn.
     const double target = rocq__uniform(p->seed, p->step) * total;
     int64_t strip = 0, token = 0;
     for (int64_t s = 0; s < a->n_strips && front <= target; s++) {
@@ -15156,8 +15172,7 @@ static void rocq__plan_experts_cpu(rocq__plan *plan, rocq_op op, const void *par
 
 // -- shortconv --
 
-// An item is so many channels of a sequence, whose tokens are taken in order.
-enum { ROCQ__SHORTCONV_STRIP = 64 };
+enum { ROCQ__SHORTCONV_STRIP = 64 }; // channels that an item takes through a sequence's tokens
 
 typedef struct rocq__shortconv {
     const rocq_shortconv_params *p;
@@ -15703,8 +15718,8 @@ static ROCQ__SIMD void rocq__conv_strip_simd(float *sums, const rocq__conv_runs 
 #endif
 
 #if ROCQ__HAS_AVX2
-// Two panels at once: one panel of 16 channels is a single vector, and six dependent chains of FMAs
-// are fewer than two units with a latency of 4 clocks need.
+// Two panels at once: a panel of 16 channels is a single vector, and with one panel there would be
+// six chains of dependent FMAs, where two units with a latency of 4 clocks need eight.
 ROCQ__TARGET_AVX512 static void rocq__conv_strip_avx512(float *sums, const rocq__conv_runs *runs,
                                                         const int64_t *at) {
     const float *w = runs->w, *next_w = w + runs->next_w, *z = runs->z;
@@ -15927,7 +15942,7 @@ static rocq__norm_stats rocq__norm_stats_of(const rocq_norm_stats_params *p) {
     a.eps = p->eps > 0.0f ? p->eps : 1e-6f;
     a.n_groups = (p->stats ? p->stats : p->moments)->ne[1];
     a.group = n / a.n_groups;
-    // At most 256 bands, of about ROCQ__STATS_BAND floats or more, so that merging takes no time.
+    // At most 256 bands, so that merging them takes no time.
     const int64_t rows = 1 + ROCQ__STATS_BAND / ROCQ__MAX(n * p->x->ne[1], 1);
     a.n_bands = ROCQ__MIN((p->x->ne[2] + rows - 1) / rows, 256);
     a.chunk = ROCQ__MIN(ROCQ__MAX(floats / n, 1), most);
@@ -16227,9 +16242,9 @@ static void rocq__plan_pixels_cpu(rocq__plan *plan, rocq_op op, const void *para
 // one by one: so neither the tile nor the thread changes a bit of it.
 
 enum {
-    ROCQ__OUTER_ROWS = 240, // of a tile, at most; b is decoded once for each tile of rows
-    ROCQ__OUTER_K = 256,    // the same of k: a multiple of every block
-    ROCQ__OUTER_R = 128,    // of a segment: so much of a is 120 KiB, a quarter of an L2
+    ROCQ__OUTER_ROWS = 240, // most rows of a tile; b is decoded once for each tile of rows
+    ROCQ__OUTER_K = 256,    // most k of a tile, a multiple of every block
+    ROCQ__OUTER_R = 128,    // r of a segment: a's part of it is 120 KiB, a quarter of an L2
     // Rows of a, and panels of b, are not a power of two apart, or they would compete for the same
     // few sets of L1.
     ROCQ__OUTER_A = ROCQ__OUTER_R + 16,
@@ -16497,8 +16512,8 @@ static rocq_attention_params rocq__attention_forward(const rocq_attention_backwa
 }
 
 enum {
-    ROCQ__ATTEND_ITEMS = 16,   // as many items as there should be,
-    ROCQ__ATTEND_MOST_SUMS = 8 // but at most so many for a KV head
+    ROCQ__ATTEND_ITEMS = 16,   // items that there should be at least, to keep threads busy
+    ROCQ__ATTEND_MOST_SUMS = 8 // most items of a KV head
 };
 
 typedef struct rocq__attend_back {
@@ -16817,7 +16832,7 @@ typedef struct rocq__norm_backward {
     float *sums; // [K, 2, n_shares]: dweight and dbias of each share
 } rocq__norm_backward;
 
-enum { ROCQ__NORM_SHARES = 64, ROCQ__NORM_SHARE_ROWS = 8 }; // at most, and at least
+enum { ROCQ__NORM_SHARES = 64, ROCQ__NORM_SHARE_ROWS = 8 }; // most shares; least rows of one
 
 static int64_t rocq__norm_shares(const rocq_norm_backward_params *p) {
     const int64_t most = ROCQ__NORM_SHARES, rows = ROCQ__NORM_SHARE_ROWS;
@@ -17074,9 +17089,9 @@ typedef struct rocq__gather_backward {
     float scale;
 } rocq__gather_backward;
 
-enum { ROCQ__GATHER_COLUMNS = 64 };
+enum { ROCQ__GATHER_COLUMNS = 64 }; // elements of each row that an item takes
 
-// A thread takes some columns of all rows, so that equal ids are added in their order.
+// An item has some elements of all rows of dy, so that equal ids are added in their order.
 static void rocq__gather_backward_task(void *arg, int64_t i, int64_t i_end, int32_t thread) {
     const rocq__gather_backward *a = (const rocq__gather_backward *)arg;
     const rocq_tensor *dtable = a->p->dtable, *dy = a->p->dy;
@@ -17115,8 +17130,8 @@ static void rocq__plan_gather_backward_cpu(rocq__plan *plan, rocq_op op, const v
 }
 
 // -- cross_entropy --
-// A column is read once for its largest logit and the sum of exponentials, which is scaled down
-// where a strip has a larger one, and once more for the gradient.
+// A column is read once for its largest logit and the sum of exponentials (which is scaled down
+// whenever a strip has a larger logit than those before), and once more for the gradient.
 
 typedef struct rocq__cross_entropy {
     const rocq_cross_entropy_params *p;
@@ -17249,7 +17264,8 @@ typedef struct rocq__grad_norm {
     double *squares;         // [n_shares]
 } rocq__grad_norm;
 
-enum { ROCQ__GRAD_SHARES = 1024, ROCQ__GRAD_SHARE = 32 * ROCQ__STRIP }; // at most, and at least
+// Most shares of a gradient, and the least elements of one.
+enum { ROCQ__GRAD_SHARES = 1024, ROCQ__GRAD_SHARE = 32 * ROCQ__STRIP };
 
 static rocq__grad_norm rocq__grad_norm_of(const rocq_grad_norm_params *p) {
     rocq__grad_norm a;
@@ -17348,10 +17364,11 @@ static void rocq__adamw_scalar(const rocq__adamw_rates *a, float *w, float *m, f
 }
 
 // Quantizes a strip of m, or if `second` the roots of a strip of v, to codes with a scale set by
-// the largest magnitude. Before a code is rounded, u between -1/2 and 1/2 is added: i phi + dither
-// less the nearest integer, with phi the golden ratio. As dither grows by phi a step, u is spread
-// evenly over the steps, so a value is right on average; without it, a change of less than half a
-// code would be lost in every step. A root that is not 0 does not become 0, as m is divided by it.
+// the largest magnitude, with dithering: before a code is rounded, u from -1/2 to 1/2 is added,
+// which is i phi + dither less the nearest integer (phi: the golden ratio). dither grows by phi
+// from step to step, so u is spread evenly over the steps and a value is right on average; without
+// it, a change of less than half a code would be lost in every step. A root that is not 0 does not
+// become 0, as m is divided by it.
 static void rocq__moment_encode_scalar(int8_t *code, float *scale, const float *x, bool second,
                                        float dither, int64_t n) {
     const float levels = second ? 255.0f : 127.0f, least = second ? -128.0f : -127.0f;
@@ -17641,7 +17658,7 @@ static rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op) {
 #define ROCQ__HIP_LINKED() ((const rocq_hip *)NULL)
 #endif
 
-// Copies a string. If it is too long its beginning is left out: the end of a path tells most.
+// Copies a string. If it is too long its beginning is left out, since the end of a path says most.
 static void rocq__copy_end(char *to, size_t size, const char *from) {
     const size_t length = strlen(from), kept = ROCQ__MIN(length, size - 1);
     memcpy(to, from + length - kept, kept + 1);
@@ -17805,10 +17822,10 @@ static rocq_result rocq__hip_try(rocq_ctx *ctx, rocq__gpu *gpu, const char *name
         rocq__hip_tried(ctx, ROCQ_LOG_WARN, name, "has no %s", missing);
         return ROCQ_E_NO_RUNTIME;
     }
-    // From its first call on, a runtime may have threads that run its code and destructors that its
-    // threads will call, so that it cannot be unloaded safely: it stays, used or not. hipInit comes
-    // first: any other first call initialises as well, but AMD's hipRuntimeGetVersion drops the
-    // error of that, and a later hipInit no longer reports it.
+    // After its first call a runtime may have threads that run its code and thread-local
+    // destructors, so it cannot be unloaded safely: it stays, used or not. hipInit has to be the
+    // first call. Another one would initialise too, but AMD's hipRuntimeGetVersion drops the error
+    // of that, and a later hipInit no longer reports it.
     int version = 0;
     const int error = gpu->loaded.init(0);
     const int no_version = gpu->loaded.version(&version);
@@ -18752,8 +18769,8 @@ static double rocq__bus_bytes(const rocq_ctx *ctx, double bytes) {
     return bytes * ROCQ__MAX(rocq__chip_of(ctx)->bytes_per_us / bus, 1.0);
 }
 
-// Microseconds that work is estimated to take, at half of each peak rate. Where products take the
-// kernels named _lds, the matrix unit is that much faster.
+// Microseconds that work is estimated to take, at half of each peak rate. Chips that take the
+// kernels named _lds (Hopper) have a matrix unit four times as fast as matrix_per_us says.
 static double rocq__estimate_us(const rocq__gpu *gpu, rocq__cost cost) {
     const double rate = gpu->chip.lds_tiles ? 4.0 : 1.0;
     const double work = (cost.flops - cost.matrix) / gpu->chip.flops_per_us +
@@ -18841,8 +18858,8 @@ static rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void 
 
 enum { ROCQ__KIND_MATVEC, ROCQ__KIND_TILES, ROCQ__KIND_ATTENTION, ROCQ__KINDS };
 
-// All that a rule looks at besides the chip. Each kind uses some of the fields; the
-// others are 0, so that memcmp compares sites.
+// All that a rule looks at besides the chip. Each kind uses some of the fields; the others are 0,
+// so that memcmp compares sites.
 typedef struct rocq__site {
     int32_t kind;
     int32_t format, format2; // of w, -1 if there are several; attention: of k and of v
@@ -18879,8 +18896,8 @@ typedef struct rocq__joined {
 } rocq__joined;
 
 // One run of an op's body. To plan an op, the same body runs without an address for scratch memory
-// and launches nothing: so a plan always agrees with the run. After the first failure the rest of
-// the body has no effect.
+// and launches nothing, so a plan always agrees with the run. After the first failure (result) the
+// rest of the body has no effect.
 typedef struct rocq__job {
     rocq_ctx *ctx;
     rocq_op op;
@@ -19376,9 +19393,9 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
     }
 }
 
-// Into how many parts n elements may be split: 1, 2, 3, 4, 6, 8, 12 and so on up to most, as long
-// as a part has least elements.
-enum { ROCQ__SPLITS = 17 }; // up to 384
+// Writes to out the numbers of parts into which n elements may be split: 1, 2, 3, 4, 6, 8, 12 and
+// so on up to `most`, as long as a part has `least` elements or more. Returns how many there are.
+enum { ROCQ__SPLITS = 17 }; // room in out for `most` up to 384
 static int32_t rocq__splits_of(int32_t n, int32_t least, int32_t most, int32_t *out) {
     int32_t count = 0, v = 1;
     while (v <= most && (v == 1 || n / v >= least)) {
@@ -19389,14 +19406,13 @@ static int32_t rocq__splits_of(int32_t n, int32_t least, int32_t most, int32_t *
     return count;
 }
 
-// Of K for a grid of tiles: each part has at least four steps of 64.
-enum { ROCQ__TILE_SPLIT = 256 };
+enum { ROCQ__TILE_SPLIT = 256 }; // least K of a part of a grid of tiles: four steps of 64
 static int32_t rocq__tile_splits(const rocq__site *s, int32_t *out) {
     return rocq__splits_of(s->k, ROCQ__TILE_SPLIT, 16, out);
 }
 
-// How fast a compute unit computes tiles. For RDNA3, decode comes from the machine code
-// (bench/gfx1100.md), held from LDS and registers; for other chips, all is fitted to an H200.
+// How fast a compute unit computes tiles. For RDNA3, `decode` comes from the machine code
+// (bench/gfx1100.md) and `held` from LDS and registers; for other chips all are fitted to an H200.
 typedef struct rocq__tile_pace {
     double rate;    // of the unit that multiplies, relative to chip->matrix_per_us
     double decode;  // columns whose products take as long as fetching and decoding w
@@ -19456,12 +19472,13 @@ static rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq__s
 // The same estimate for the kernels named _lds, with constants fitted to an H200. For each tile, in
 // nanoseconds: `work`, what a step of a block adds to the time of its unit; `step`, the least that
 // a step takes, however few blocks there are; `ends`, what a block takes outside of its loop.
-// Operands too large for L2 arrive no faster than the bytes of all copies in flight divided by
-// memory's latency. Over 38 shapes of 31 to 50257 rows and columns, the tile that this estimate
-// chooses took 2% longer than the fastest one on average, and 16% at most; where w is decoded, 1.3%
-// and 14% over 43 shapes, with K in at most 8 splits. The constants of the last tile of the forward
-// product are not its times, but such that over 14 shapes, by which the others are estimated too
-// short, the choice takes 4.5% longer than the fastest one on average.
+// Operands too large for L2 (over 48 MB) arrive no faster than the bytes of all copies in flight
+// divided by memory's latency (1.9 us). Over 38 shapes of 31 to 50257 rows and columns, the tile
+// that this estimate chooses took 2% longer than the fastest one on average, and 16% at most; where
+// w is decoded, 1.3% and 14% over 43 shapes, with K in at most 8 splits. The constants of the last
+// tile of the forward product were not timed but fitted: the estimates of the other tiles are too
+// short for 14 shapes that were measured, and with these constants the choice takes 4.5% longer
+// than the fastest one on average.
 typedef struct rocq__lds_pace { double work, step, ends; } rocq__lds_pace;
 static const rocq__lds_pace rocq__lds_paces[ROCQ__LDS_FORWARD_TILES] = {
     {780.0, 416.0, 4530.0}, {623.0, 383.0, 3680.0}, {272.0, 280.0, 2470.0},
@@ -19550,11 +19567,11 @@ static bool rocq__takes_lds(const rocq__chip *chip, const rocq__site *s) {
 
 // Whether w, of a format that is only read, should first be decoded to F16 in scratch memory, of
 // which that may take chip->halves_bytes. If so, *tile and *n_splits become those of F16. ns is
-// what rocq__lds_best estimates for the other way, tiles that decode w. Both estimates are too low.
-// On an H200 tiles that look codebooks up take 1.4 to 2.1 times their estimate, those of NVFP4 2.1
-// to 2.7 times; decoding first and then multiplying takes 1.3 to 1.4 times its own. Therefore
-// own_ns is compared with ns times about the quotient of these factors.
-enum { ROCQ__HALVES_BYTES = 1 << 27 };
+// what rocq__lds_best estimates for the other way, tiles that decode w; own_ns estimates this way.
+// Both estimates are too low: on an H200 tiles that look codebooks up take 1.4 to 2.1 times ns,
+// those of NVFP4 2.1 to 2.7 times; decoding first and then multiplying takes 1.3 to 1.4 times
+// own_ns. So ns is multiplied by about the quotient of these factors before they are compared.
+enum { ROCQ__HALVES_BYTES = 1 << 27 }; // chip->halves_bytes of all chips
 static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, const rocq__site *s,
                                double ns, const rocq__lds_tile **tile, int32_t *n_splits) {
     const int64_t count = rocq_tensor_count(w);
@@ -19710,7 +19727,8 @@ static rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__product *g, 
     return sum;
 }
 
-// What comes behind the sum of a product and its adapter, in place, then to p->y.
+// The rest of the epilogue where g->finish is set: gate, activation and residual are applied to
+// g->y in place, and the result goes to p->y.
 static void rocq__product_finish(rocq__job *job, const rocq__product *g) {
     const rocq_matmul_params *p = g->p;
     const rocq__cost passes = {8.0 * (double)rocq_tensor_count(&g->y), 0.0, 0.0};
@@ -19762,8 +19780,8 @@ static rocq_k_lora rocq__k_lora(const rocq_tensor *b, const rocq_tensor *t, floa
     return lora;
 }
 
-// An adapter that no matvec adds is launches of its own. Its sum, with the residual if that follows
-// directly, is what the product with w then adds.
+// An adapter that no matvec adds has launches of its own. They write B t, plus the residual if
+// nothing comes between, to scratch memory; the product with w then adds that as its residual.
 static void rocq__product_adapter(rocq__job *job, rocq__product *g) {
     const rocq_matmul_params *p = g->p;
     rocq_tensor t = *p->lora_t;
@@ -19851,9 +19869,9 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
     if (adapts) rocq__product_adapter(job, g);
 }
 
-// How many products from first on share a launch: as many as fit, of one path, and of one format
-// (or all of formats that are only read) but for INT8 with one column, where other formats mix.
-// That is safe, since none of a chain reads what another one writes.
+// How many products from first on share a launch: as many as fit, all of one path. They have one
+// format, or all have formats that are only read; with INT8 and one column all other formats may be
+// mixed. Sharing is safe, since no product of a chain reads what another one writes.
 static int32_t rocq__product_run(const rocq_ctx *ctx, const rocq_matmul_params *first) {
     const rocq_precision path = rocq__product_path(ctx, first, first->w);
     const int kernel = rocq__k_format(first->w->format), read = rocq__k_format(ROCQ_NVFP4);
@@ -20435,7 +20453,7 @@ static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
     return (double)rocq__bytes(p->x->format, 1) + 2.0 < loading * chip->bytes_per_us;
 }
 
-// Which of the kernels named conv_lds takes it, or -1. pass: x is what conv_input makes.
+// Which of the kernels named conv_lds can run this conv, or -1. pass: x is what conv_input makes.
 static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
                           const rocq_k_conv_args *args, bool pass) {
     const double tiles = (double)args->tiles_x * args->tiles_y * (double)p->y->ne[3];
@@ -20461,7 +20479,7 @@ static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
         }
         return fits ? ROCQ_K_conv_lds_64 : -1;
     }
-    // Tiles of twice the rows, which may be more positions in vain
+    // Tiles of twice the rows may have more positions outside of y: at most a quarter more
     const int32_t h = (int32_t)p->y->ne[2];
     const int32_t tall = (h + ROCQ_K_CONV_LDS_H - 1) / ROCQ_K_CONV_LDS_H * 2;
     const bool fits = taps >= 4 && args->kw <= 3 && args->kh <= 3 && 4 * tall <= 5 * args->tiles_y;
@@ -20783,8 +20801,8 @@ static void rocq__experts_matvec(rocq__job *job, const rocq__expert_product *g) 
     }
 }
 
-// Copies the experts that the prompt needs and that have no copy to scratch memory, each once:
-// their tiles would read them through the bus again and again, and in small pieces.
+// Copies each expert that the prompt needs and that has no copy on the device to scratch memory
+// once. Else each of its tiles would read it through the bus, in small accesses.
 static void rocq__experts_fetch(rocq__job *job, const rocq__expert_product *g,
                                 rocq_k_experts_args *sort, rocq_k_experts_copies *to) {
     const int64_t ne[4] = {g->w.ne[0], g->w.ne[1], sort->n_fetched, 1};
@@ -20821,11 +20839,11 @@ static int64_t rocq__experts_columns(const rocq_ctx *ctx, const rocq__expert_pro
     return g->n_pairs >= 32 * n_experts && blocks >= 8 * rocq__chip_of(ctx)->n_units ? 64 : 32;
 }
 
-// Slices of scratch memory for experts without a copy. Of what the budget has left, half is for
-// others: the memory that this op takes later, and buffers. Scratch memory is not counted as used,
-// so that a run finds the number that was planned. There are none for few pairs, whose experts have
-// a tile each, nor for weights that the op has just repacked, as these lie in scratch memory
-// themselves, nor for more experts than a grid has blocks in z.
+// How many experts without a copy have a slice of scratch memory (rocq__experts_fetch): all, but at
+// most half of what the budget has left, since this op and others need memory too. Scratch memory
+// that is already allocated counts as left, so that a run finds the number that was planned. 0 for
+// few pairs, which are matvecs, for weights that the op has just repacked, which lie in scratch
+// memory themselves, and for more experts than a grid has blocks in z.
 static int64_t rocq__experts_n_fetched(const rocq__job *job, const rocq__expert_product *g) {
     const rocq_ctx *ctx = job->ctx;
     const int64_t n_experts = g->w.ne[2], budget = ctx->desc.memory_budget;
@@ -20967,8 +20985,8 @@ static void rocq__job_experts(rocq__job *job, const void *params) {
 
 // -- shortconv --
 
-// A block has 32 channels of a sequence, and each 8 of its threads a run of its tokens: so a short
-// text has small blocks.
+// A block has 32 channels of a sequence, four to a thread. Each group of 8 threads has a run of
+// tokens, so a short text has small blocks.
 static void rocq__job_shortconv(rocq__job *job, const void *params) {
     const rocq_shortconv_params *p = (const rocq_shortconv_params *)params;
     const int64_t n = p->y->ne[1], most = 32;
@@ -20989,8 +21007,9 @@ static void rocq__job_shortconv(rocq__job *job, const void *params) {
 
 // -- delta_net --
 
-// From so many tokens on their chunks pay. On an H200, 32 heads of 128: one token takes 4.3 us in
-// steps and 6.3 in chunks, 16 tokens 18.5 and 10.0.
+// From so many tokens on the kernel that takes tokens in chunks (delta_net) is faster than the one
+// that takes them singly (delta_step). On an H200, 32 heads of 128: one token takes 4.3 us in steps
+// and 6.3 in chunks, 16 tokens 18.5 and 10.0.
 enum { ROCQ__DELTA_LONG = 3 };
 
 static void rocq__job_delta_net(rocq__job *job, const void *params) {
@@ -21364,7 +21383,7 @@ static void rocq__job_cross_entropy(rocq__job *job, const void *params) {
     args.scale = (const float *)rocq__device_data(p->scale);
     args.per_cap = p->softcap > 0.0f ? 1.0f / p->softcap : 0.0f;
     rocq__job_row(job, n);
-    // Two blocks of 512 on a unit hide each other's barriers where there are so many.
+    // With two columns or more for each unit, small blocks hide each other's waits at barriers.
     const bool many = p->logits->ne[1] >= 2 * rocq__chip_of(job->ctx)->n_units;
     rocq__job_launch(job, ROCQ_K_cross_entropy, p->logits->ne[1], 1,
                      n > 8192 && !many ? 1024 : rocq__row_threads(n), &args);
@@ -21914,7 +21933,8 @@ static rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, rocq
 }
 
 // -- ops --
-// An op's rocq__op has its function, and op, its name in messages.
+// Each op has a function rocq__check_NAME, which rocq__op_NAME points to. op is the op's name in
+// messages.
 
 // Checks the sizes of an operand, unless it is NULL. -1: any size.
 static rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char *name,
@@ -24313,11 +24333,10 @@ static inline bool rocq__guard_broken(const rocq__pool_block *block) {
     return false;
 }
 
-// Alloc and free have a short inlined function each for the common case, which returns false in any
-// other case, and a slow one for the rest.
+// Alloc and free each have a short inlined path for the common case, and a function that is not
+// inlined for all others.
 
 // Hands out the first free block of the class; false if there is none.
-
 ROCQ__ALWAYS_INLINE bool rocq__class_serves(rocq_pool *pool, rocq__size_class *cls,
                                             rocq_buffer *buffer, int64_t size) {
     const int32_t i = cls->free;
@@ -24637,14 +24656,14 @@ ROCQ_DEF rocq_result rocq_pool_report(rocq_pool *pool, rocq_report kind, rocq_wr
 // ---------------------------------------------------------------------------------------------
 // A cell holds the keys and values of one position, in all layers. Each head of each layer (a
 // plane) is [D, n_cells] memory with cell c in row c, so that attention reads the rows of a head
-// one after the other. Contiguous, sequence s has cells s n_ctx and up. Paged, page p is cells p
-// page_size and up, and a table lists the pages of each sequence. Rows are moved by casts over all
-// planes at once, in stream order, so the host never waits for a GPU. The host decides everything
-// beforehand: once the casts begin, only a lost device stops them.
+// one after the other. In a contiguous cache sequence s has cells s n_ctx and up. In a paged one
+// page p is cells p page_size and up, and a table lists the pages of each sequence. Rows are moved
+// by casts over all planes at once, in stream order, so the host never waits for a GPU. All checks
+// come before the first cast: once the casts begin, only a lost device stops them.
 
 enum {
-    ROCQ__KV_STAGE = 4 << 20, // most bytes of the stage, unless one position takes more
-    ROCQ__KV_CHUNK = 16       // positions that it has room for at least, if those bytes suffice
+    ROCQ__KV_STAGE = 4 << 20, // most bytes of the stage, unless a single position takes more
+    ROCQ__KV_CHUNK = 16       // positions for which the stage has room, if they fit that size
 };
 
 struct rocq_kv {
@@ -24688,8 +24707,8 @@ static rocq_result rocq__kv_cut(rocq_kv *kv, rocq_arena *arena) {
     return rocq_tensor_1d(arena, &kv->words, ROCQ_I32, rocq__kv_n_words(kv));
 }
 
-// Checks desc.rope, by which keys that move are rotated again. They have YaRN's magnitude already:
-// attn_factor is set to undo a second scaling.
+// Checks desc.rope, by which keys that move are rotated again. Keys in the cache are already scaled
+// by YaRN's magnitude, so attn_factor is set to the inverse, which undoes the second scaling.
 static rocq_result rocq__kv_rope(rocq_kv *kv) {
     rocq_rope_config *rope = &kv->desc.rope;
     ROCQ__TRY(rocq__check_tensor(kv->ctx, "kv", "rope.freq_factors", rope->freq_factors,
@@ -24702,7 +24721,7 @@ static rocq_result rocq__kv_rope(rocq_kv *kv) {
 }
 
 // Prepares *kv but for its memory, and gives the bytes of that. rocq_kv_size and rocq_kv_create
-// share it, so that both refuse the same; for rocq_kv_size ctx is NULL.
+// both call it, so that they refuse the same descs; for rocq_kv_size ctx is NULL.
 static rocq_result rocq__kv_plan(rocq_ctx *ctx, const rocq_kv_desc *desc, rocq_kv *kv,
                                  int64_t *bytes) {
     int64_t elems, block, position;
@@ -25338,8 +25357,8 @@ static long rocq__cpu_list(const char *path, const char *key, const bool *among,
 }
 #endif
 
-// Cores that this process may use, each once: a second hyperthread of a core adds little to what
-// one thread gets out of it here. Where that cannot be found out, what the system calls processors.
+// Number of cores that this process may use. Hyperthreads do not count, since a second one adds
+// little to what one thread gets out of a core here. If cores are unknown, the system's processors.
 static int32_t rocq__core_count(void) {
     long n = 0;
 #if defined(_WIN32)
@@ -25527,7 +25546,7 @@ static void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, void 
     gpu->priority = wanted;
 }
 
-// Limits how many waves of matvecs a SIMD has at a time: each block takes so much LDS, most of
+// Limits how many waves of matvecs are resident on a SIMD: each block asks for so much LDS, most of
 // which it does not use, that only the wanted number of blocks fits on a WGP. The 8 waves of a
 // block are spread evenly over the WGP's 4 SIMDs, so each block is 2 waves on a SIMD. Two blocks
 // with the most LDS that a block may have still fit on a WGP, so the lowest limit is 4 waves.
@@ -26235,7 +26254,8 @@ ROCQ_DEF rocq_result rocq_copy_slice(rocq_ctx *ctx, const rocq_tensor *dst, int6
 ROCQ_DEF rocq_result rocq_dequantize(rocq_format format, float *dst, const void *src, int64_t n) {
     int64_t bytes;
 #if ROCQ__HAS_AVX2
-    // No context tells. To ask for F16C takes a cpuid, which costs 14 us in a virtual machine.
+    // There is no context that knows. The test for F16C executes cpuid, which takes 14 us in a
+    // virtual machine, so for F16 it is made only where there is much to decode.
     const bool simd = format == ROCQ_F16
                           ? n >= 65536 && rocq__cpu_has_avx2()
                           : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -26466,7 +26486,7 @@ static rocq_result rocq__launch_wait(rocq_ctx *ctx) {
     return ROCQ_OK;
 }
 
-enum { ROCQ__LAUNCH_ROW = 32, ROCQ__LAUNCH_WARM = 16 };
+enum { ROCQ__LAUNCH_ROW = 32, ROCQ__LAUNCH_WARM = 16 }; // launches in a row; not counted, at first
 
 static rocq_result rocq__launch_times(rocq_ctx *ctx, int32_t n, double *submit, double *complete,
                                       double *row) {
@@ -26597,7 +26617,7 @@ enum {
     ROCQ__BATCH = 64,          // events that a full log folds
     ROCQ__PATH = 128,
     ROCQ__VERDICT = 96,
-    ROCQ__FILL_NS = 2000,      // work that takes less than this at the peaks does not fill a chip
+    ROCQ__FILL_NS = 2000,      // work that would take less at the peaks does not fill a chip
     ROCQ__LONG_NS = 50000000,  // a region that lasts longer is long
     ROCQ__WINDOW_NS = 1 << 28, // after so long, half of the costs that were counted are forgotten
     ROCQ__PAUSE_NS = 100000    // most that one event is taken to cost: more is preemption
@@ -26635,8 +26655,8 @@ typedef struct rocq__region {
 
 typedef struct rocq__event {
     int32_t region;    // -1: no room for its name
-    int32_t mark_pair; // number of its pair of marks, -1: none
-    int32_t span;      // of the trace, -1: no room
+    int32_t mark_pair; // index of its pair of marks, -1: none
+    int32_t span;      // index of its bar in the trace, -1: no room
     int8_t depth;
     int8_t access;  // a rocq_access, -1: none was given
     bool submits, copy, failed;
@@ -27610,9 +27630,9 @@ ROCQ_DEF int32_t rocq_recommend_threads(const rocq_occupancy_params *params, dou
 // ---------------------------------------------------------------------------------------------
 // >>tuner: trials, and the file of their results. Not needed to run a model.
 // ---------------------------------------------------------------------------------------------
-// rocq_tune puts what it tries into ctx->tuned, where its result will be, so that trials run
-// through the same code as later launches. A row is a graph of the op, or of several ops of one
-// class in turn, recorded many times over. Its replay is timed.
+// rocq_tune puts the configuration that it tries into ctx->tuned, where its result will be, so that
+// trials run through the same code as later launches. A row is a graph in which the op, or several
+// ops of one class in turn, are recorded many times over. The replay of a row is timed.
 
 ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
     if (!ctx) return;
@@ -27626,9 +27646,10 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
 enum {
     ROCQ__TUNED = 4096,                 // results that a context keeps
     ROCQ__GRID = 2 * (int)ROCQ__SPLITS, // most configurations of a site
-    ROCQ__TUNE_PARAMS = 64,             // ops of a graph that take turns
-    ROCQ__TUNE_RUNS = 256,              // most ops in a row, but no more than take
-    ROCQ__TUNE_ROW_NS = 500000,         // this long, which hides what its launch costs
+    ROCQ__TUNE_PARAMS = 64,             // most ops of a graph that take turns in a row
+    ROCQ__TUNE_RUNS = 256,              // most ops in a row
+    ROCQ__TUNE_ROW_NS = 500000,         // time of a row, unless it has that many ops or is a single
+                                        // longer one: enough to hide what its launch costs
     ROCQ__TUNE_TRIAL = 3,               // samples of a trial, and of the default in turn with it
     ROCQ__TUNE_PROOF = 15               // the same for what is to replace the default
 };
@@ -27786,7 +27807,7 @@ static rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
         ROCQ__TRY(rocq__tune_sample(t, &t->rule, t->rule_row, ns));
     }
     rocq_graph_destroy(t->ctx, &t->rule_row);
-    if (t->ctx->gpu->lost) return ROCQ_E_LOST; // which a function without a result has found
+    if (t->ctx->gpu->lost) return ROCQ_E_LOST; // rocq_graph_destroy may have found that
     const double most = ROCQ__TUNE_RUNS, fit = (double)ROCQ__TUNE_ROW_NS / *ns;
     const int32_t n = (int32_t)ROCQ__MAX(ROCQ__MIN(fit, most), 1.0);
     t->n_params = ROCQ__MIN(t->n_params, n);
@@ -27808,7 +27829,7 @@ static int64_t rocq__whole_ns(double ns) {
     return (int64_t)ceil(ROCQ__MIN(ns, 1e15));
 }
 
-// Tries them all, and the best of them once more against the default.
+// Tries all configurations, and the best of them once more against the default.
 static rocq_result rocq__tune_trials(rocq__tuning *t, rocq_tune_result *result,
                                      rocq__tuned *out) {
     const int64_t end_ns = rocq_time_ns() + t->desc.max_ms * (int64_t)1000000;
@@ -27882,7 +27903,7 @@ static rocq_result rocq__survey_op(rocq_ctx *ctx, const rocq__op *op, const void
     ctx->survey = survey;
     const rocq_result result = rocq__plan_op(ctx, op, params, &scratch, &on_cpu);
     ctx->survey = NULL;
-    if (on_cpu) survey->n = 0; // which may show only after sites were added
+    if (on_cpu) survey->n = 0; // sites may have been added before the GPU refused the op
     return result;
 }
 
@@ -28040,9 +28061,9 @@ ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op id, const voi
 typedef struct rocq__tuning_header {
     char magic[8];
     int32_t version;
-    int32_t rocq, driver, target, n_units; // what the results are good for,
+    int32_t rocq, driver, target, n_units; // versions and chip that the results are good for
     int32_t n_results;
-    char device[64];                       // and its name
+    char device[64];                       // the chip's name
     uint64_t checksum;                     // of the whole file, with 0 here
 } rocq__tuning_header;
 
@@ -28281,8 +28302,10 @@ static int64_t rocq__stand_in(rocq__node *node, unsigned char *memory) {
 
 enum {
     ROCQ__STAND_INS = 8 << 20,   // bytes: an op that needs more (a large cache) is left out
-    ROCQ__REHEARSAL_NS = 2000000 // repeated for so long: of the shipped model a second pass takes
-};                               // two thirds of the first, and 20 ms leave no faster first step
+    // Passes over the ops are repeated for so long. With the shipped model the second pass takes
+    // two thirds of the first, and 20 ms of them leave the first step no faster than 2 ms.
+    ROCQ__REHEARSAL_NS = 2000000
+};
 
 // Runs copies of the graph's ops with their stand-ins, in order, again and again.
 static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
@@ -28330,8 +28353,8 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
 }
 
 // Touches the pages of scratch memory, which starts the threads, and of operands; rehearses ops.
-// All experts of a file may be more than memory holds, so where some have copies only these are
-// touched.
+// All experts of a file may be more than memory holds, so where some have copies (kept) only the
+// copies are touched.
 static rocq_result rocq__warm_cpu(rocq_ctx *ctx, const rocq_graph *graph) {
     rocq__pages pages = {(unsigned char *)ctx->scratch, ctx->scratch_size, true};
     rocq__parallel(ctx, ROCQ__MAX(ctx->desc.n_threads, ctx->scratch_size / ROCQ__PAGE + 1), 1,
@@ -28391,7 +28414,7 @@ static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
 }
 
 // -- a replay against the ops --
-// A runtime may replay a graph wrongly: with arguments or input data of an earlier time, or without
+// A runtime may replay a graph wrongly: with arguments or input data of earlier runs, or without
 // one of its nodes. To find out, the graph runs three times: replayed over inputs A, replayed over
 // inputs B, and its ops one by one over inputs B; the last two must write the same bits. The replay
 // over A comes first, so that stale data in the second replay differs from B. Before each run,
@@ -28420,9 +28443,9 @@ typedef struct rocq__replay {
     rocq__feed *feeds;
     int32_t n_feeds;
     int64_t n_cells;        // rows of each cache that may be written
-    rocq_k_range *ranges;   // what is put aside: the status word, regions, rows of caches
-    int64_t n_ranges, size; // and the bytes of all copies
-    unsigned char *image;   // a region as it is uploaded
+    rocq_k_range *ranges;   // what is put aside: the status word, touched, rows of caches
+    int64_t n_ranges, size; // size: bytes of all copies
+    unsigned char *image;   // a touched range as it is uploaded
     rocq__block *aside;     // [size] the contents before, [size] after the replay over inputs B,
                             // the ranges, a rocq_k_difference
 } rocq__replay;
@@ -28464,7 +28487,7 @@ static void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *
     r->feeds[r->n_feeds++] = f;
 }
 
-// Whether the tensor lies in one of the regions.
+// Whether the tensor lies in one of the ranges.
 static bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_tensor *t) {
     const rocq__range range = rocq__range_of(t);
     for (int32_t k = 0; k < n; k++) {
@@ -28473,10 +28496,10 @@ static bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_
     return false;
 }
 
-// Finds the regions that ops read or write, and the feeds: what is read before an op of the graph
-// has written it. Inputs that touch become one region, so that they are uploaded at once, as a
-// program does it; but not across buffers, since runtimes refuse a copy over two allocations, which
-// may touch by chance. Caches are left to rocq__replay_rows. written is a work area like regions.
+// Finds the ranges that ops read or write, and the feeds: what is read before an op of the graph
+// has written it. Adjacent inputs become one range, so that they are uploaded at once, as a program
+// does it; but not across buffers, since runtimes refuse a copy over two allocations, which may be
+// adjacent by chance. Caches are left to rocq__replay_rows. written is a work area like r->touched.
 static void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
     int32_t n_written = 0, end;
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
@@ -28970,8 +28993,8 @@ WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
 ------------------------------------------------------------------------------
 NOTICE FOR THE QUANTIZED BLOCK LAYOUTS AND CODEBOOK TABLES
 
-The byte layouts of the GGUF block formats and the codebook tables of IQ4_NL,
-IQ4_XS and MXFP4 in rocq.h follow ggml (https://github.com/ggml-org/ggml), whose
+The byte layouts of the GGUF block formats and the codebook tables of IQ1, IQ2,
+IQ3, IQ4 and MXFP4 in rocq.h follow ggml (https://github.com/ggml-org/ggml), whose
 licence asks that this notice stays with them, whichever alternative you choose:
 
 MIT License
