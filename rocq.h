@@ -2311,7 +2311,9 @@ ROCQ_DEF void rocq_timer_free(rocq_ctx *ctx, rocq_timer *timer); // twice is har
 // What the launch of a kernel that does nothing costs, over n launches; on the CPU that of an empty
 // job handed to the threads, whose call returns when it is done. Allocates n samples meanwhile.
 typedef struct rocq_launch_cost {
-    rocq_summary submit_ns, complete_ns, row_ns;
+    rocq_summary submit_ns;   // until the call returns
+    rocq_summary complete_ns; // until the host sees that it is done
+    rocq_summary row_ns;      // each of 32 launches in a row
 } rocq_launch_cost;
 ROCQ_DEF rocq_result rocq_measure_launch(rocq_ctx *ctx, int32_t n, rocq_launch_cost *cost);
 
@@ -2779,8 +2781,7 @@ enum {
     ROCQ_K_CONV_LDS_128_BYTES = // those, and two patches
         128 * (ROCQ_K_CONV_LDS_STAGES * 129 + 2 * (ROCQ_K_CONV_LDS_PATCH + 1)),
     ROCQ_K_BACKWARD_TILE = 128, // k and rows of a block of matmul_backward
-    ROCQ_K_STATS_RUN = 128,   // elements of a channel that a thread of norm_stats adds up
-    ROCQ_K_DIMS = 4
+    ROCQ_K_STATS_RUN = 128    // elements of a channel that a thread of norm_stats adds up
 };
 
 // A tensor of any strides. If it is planar, it is contiguous and data is its first plane.
@@ -6735,7 +6736,7 @@ static int64_t rocq__gguf_type_size(uint32_t type) {
 // The tensor types of GGUF that are not in ROCQ_FORMATS, so that messages can name what is not read
 // here. Ids and names are those of enum ggml_type in ggml's ggml.h; some occur in old files only.
 #define ROCQ__OTHER_TYPES(X)                                                                      \
-    X(4, Q4_2) X(5, Q4_3) X(9, Q8_1) X(15, Q8_K) X(24, I8) X(25, I16) X(27, I64) X(28, F64)       \
+    X(4, Q4_2) X(5, Q4_3) X(9, Q8_1) X(15, Q8_K) X(25, I16) X(27, I64) X(28, F64)                 \
     X(31, Q4_0_4_4) X(32, Q4_0_4_8) X(33, Q4_0_8_8) X(36, IQ4_NL_4_4) X(37, IQ4_NL_4_8)           \
     X(38, IQ4_NL_8_8) X(41, Q1_0)
 
@@ -7413,7 +7414,7 @@ static rocq_result rocq__gguf_open_other(rocq_gguf *file, const rocq_gguf_desc *
 
 // Where the file at path is the first of several, opens the others.
 static rocq_result rocq__gguf_open_others(rocq_gguf *file, const rocq_gguf_desc *desc) {
-    enum { SUFFIX = 24, MOST = 9999 };
+    enum { MOST = 9999 };
     rocq_ctx *ctx = file->ctx;
     const size_t length = strlen(desc->path);
     int64_t count, number, tensors;
@@ -7432,7 +7433,7 @@ static rocq_result rocq__gguf_open_others(rocq_gguf *file, const rocq_gguf_desc 
                           "open the first", desc->path, (long long)number + 1, (long long)count);
     }
     snprintf(suffix, sizeof suffix, "-00001-of-%05d.gguf", (int)count);
-    if (length < SUFFIX - 4 || strcmp(desc->path + length - strlen(suffix), suffix) != 0) {
+    if (length < strlen(suffix) || strcmp(desc->path + length - strlen(suffix), suffix) != 0) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf: '%s' is the first of %d files of a model, "
                           "but its name does not end in %s", desc->path, (int)count, suffix);
     }
@@ -15932,7 +15933,11 @@ typedef struct rocq__norm_stats {
     float *local;            // per thread: [3, C], and a chunk of x decoded
 } rocq__norm_stats;
 
-enum { ROCQ__STATS_CHUNK = 64, ROCQ__STATS_FLOATS = 4096, ROCQ__STATS_BAND = 65536 };
+enum {
+    ROCQ__STATS_CHUNK = 64,    // most positions of a chunk
+    ROCQ__STATS_FLOATS = 4096, // most elements of a chunk, if it has several positions
+    ROCQ__STATS_BAND = 65536   // elements of a band, about, so that bands are worth a thread
+};
 
 static rocq__norm_stats rocq__norm_stats_of(const rocq_norm_stats_params *p) {
     rocq__norm_stats a;
@@ -18664,6 +18669,14 @@ static rocq_result rocq__upload_memory(rocq_ctx *ctx, const rocq_tensor *dst, co
     return rocq__upload_hip(ctx, &source, &entry);
 }
 
+// Uploads to an address on the device, whatever tensors lie there.
+static rocq_result rocq__upload_bytes(rocq_ctx *ctx, uint64_t address, const void *src,
+                                      int64_t size) {
+    rocq_tensor bytes;
+    memset(&bytes, 0, sizeof bytes);
+    bytes.buffer = rocq_buffer_from_device(address, size);
+    return rocq__upload_memory(ctx, &bytes, src, size);
+}
 // Makes the ring of a load. Its copies have a stream of their own, so that the context's stream
 // repacks meanwhile, unless the runtime's streams cannot wait for each other.
 static rocq_result rocq__load_ring(rocq__loading *load, const rocq__entry *entries,
@@ -18718,8 +18731,7 @@ static rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *src,
     const int64_t n = (size + most - 1) / most;
     ROCQ__TRY(rocq__ring_init(ctx, ring, ROCQ__PIECE, ROCQ__PIECES));
     for (int64_t i = 0; i < n + in_flight - 1; i++) {
-        const int64_t k =
-            i - (in_flight - 1); // the piece to take out while those after it are copied
+        const int64_t k = i - (in_flight - 1); // taken out while the pieces after it are copied
         if (i < n) {
             unsigned char *piece;
             const int64_t bytes = ROCQ__MIN(most, size - i * most);
@@ -19507,8 +19519,12 @@ static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_tile *t,
     return ROCQ__MAX(tiles, bytes * 1e3 / bytes_per_us) + merge;
 }
 
-// The best of n_tiles tiles. merge_rate: bytes of sums that are written and merged in a nanosecond.
-// kernel: of the backward, whose tiles alone may be chosen, or -1.
+// merge_rate of matmul_merge and of matmul_backward_merge: bytes of partial sums that are written
+// and merged in a nanosecond, fitted to an H200.
+enum { ROCQ__MERGE_RATE = 1700, ROCQ__BACKWARD_MERGE_RATE = 12240 };
+
+// The best of n_tiles tiles. kernel: a kernel of the backward, whose tiles alone may be chosen, or
+// -1.
 static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__lds_tile *tiles,
                                             const rocq__lds_pace *paces, int32_t n_tiles,
                                             const rocq__site *s, double merge_rate, int32_t kernel,
@@ -19586,7 +19602,7 @@ static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, con
     site.format = (int32_t)ROCQ_F16;
     const rocq__lds_tile *best =
         rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_FORWARD_TILES, &site,
-                       1700.0, -1, &splits, &own_ns);
+                       ROCQ__MERGE_RATE, -1, &splits, &own_ns);
     own_ns += 2000.0 + 1e3 * bytes / chip->bytes_per_us;
     if (own_ns >= (w->format == ROCQ_NVFP4 ? 1.9 : 1.2) * ns) return false;
     *tile = best;
@@ -19639,10 +19655,11 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
         double ns = 0.0;
         const rocq__lds_tile *tile =
             decoded ? rocq__lds_best(chip, rocq__lds_decoded, rocq__lds_decoded_paces,
-                                     ROCQ__LDS_DECODED, &site, 1700.0, -1, &config.n_splits, &ns)
+                                     ROCQ__LDS_DECODED, &site, ROCQ__MERGE_RATE, -1,
+                                     &config.n_splits, &ns)
                     : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces,
-                                     ROCQ__LDS_FORWARD_TILES, &site, 1700.0, -1, &config.n_splits,
-                                     &ns);
+                                     ROCQ__LDS_FORWARD_TILES, &site, ROCQ__MERGE_RATE, -1,
+                                     &config.n_splits, &ns);
         if (decoded && rocq__takes_halves(chip, w, &site, ns, &tile, &config.n_splits)) {
             halves = rocq__product_halves(job, w);
             w = &halves;
@@ -21138,10 +21155,12 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
             n_splits[i] = rocq__tiles_best(chip, &site[i], &only, 1, ROCQ__TILE_SPLIT).n_splits;
         } else {
             tile[i] = rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES,
-                                     &site[i], 12240.0, -1, &n_splits[i], &ns);
+                                     &site[i], ROCQ__BACKWARD_MERGE_RATE, -1, &n_splits[i], &ns);
         }
     }
-    if (lds && p->dx && p->dw) rocq__lds_best_pair(chip, site, 12240.0, tile, n_splits);
+    if (lds && p->dx && p->dw) {
+        rocq__lds_best_pair(chip, site, ROCQ__BACKWARD_MERGE_RATE, tile, n_splits);
+    }
     int64_t blocks[2] = {0, 0}, merges[2] = {0, 0}, steps[2] = {0, 0};
     double sums = 0.0;
     for (int i = 0; i < 2; i++) {
@@ -22951,7 +22970,7 @@ typedef struct rocq__work {
     const void *params;        // of an op whose cost is not counted yet, else NULL
     const rocq__op *op;
     const char *name, *detail; // of its region: "matvec", and a format or NULL
-    double bytes, flops, matrix;
+    rocq__cost cost;
     rocq_access access;
     bool copy; // between host and device: bound by the bus, not by the memory's peak
 } rocq__work;
@@ -23163,11 +23182,8 @@ static rocq_result rocq__run_fallback(rocq_ctx *ctx, const rocq__op *op, const v
     if (result == ROCQ_OK) result = rocq__run_cpu(ctx, op, node->params);
     for (int32_t k = 0; k < n_touched && result == ROCQ_OK; k++) {
         const rocq__touched *r = &touched[k];
-        const int64_t size = rocq__range_size(r->range);
-        rocq_tensor bytes; // of no particular shape
-        memset(&bytes, 0, sizeof bytes);
-        bytes.buffer = rocq_buffer_from_device(r->range.begin, size);
-        if (r->written) result = rocq__upload_memory(ctx, &bytes, r->host, size);
+        if (!r->written) continue;
+        result = rocq__upload_bytes(ctx, r->range.begin, r->host, rocq__range_size(r->range));
     }
     for (int32_t k = 0; k < n_touched; k++) rocq__free(ctx, touched[k].host);
     rocq__free(ctx, node);
@@ -26579,11 +26595,8 @@ static rocq__work rocq__work_named(const rocq__op *op, const void *params) {
 }
 
 static void rocq__work_count(const rocq_ctx *ctx, rocq__work *work) {
-    const rocq__cost cost = rocq__cost_of(ctx, work->op->id, work->params);
+    work->cost = rocq__cost_of(ctx, work->op->id, work->params);
     work->params = NULL;
-    work->bytes = cost.bytes;
-    work->flops = cost.flops;
-    work->matrix = cost.matrix;
 }
 
 // -- regions --
@@ -26632,10 +26645,6 @@ typedef struct rocq__times {
     double sum;
 } rocq__times;
 
-typedef struct rocq__amount {
-    double bytes, flops, matrix; // matrix: flops on the matrix unit, which are among the flops
-} rocq__amount;
-
 typedef struct rocq__region {
     int32_t parent, depth;     // parent -1: outermost
     int32_t next;              // in its bucket: index + 1, or 0
@@ -26647,7 +26656,7 @@ typedef struct rocq__region {
     int32_t skip;              // calls to skip until the next is measured
     int64_t skipped;           // calls since the last that was measured
     rocq__times host, gpu;
-    rocq__amount sum;          // weighted, with the regions inside
+    rocq__cost sum;            // weighted, with the regions inside
     char text[48];             // of a label with a detail
     char path[ROCQ__PATH];
     char verdict[ROCQ__VERDICT];
@@ -26663,12 +26672,12 @@ typedef struct rocq__event {
     int64_t weight; // calls that it stands for
     int64_t enter_ns; // when begin was called; the profile's own work lies between it and start_ns
     int64_t start_ns, stop_ns;
-    rocq__amount own; // without the regions inside
+    rocq__cost own;   // without the regions inside
 } rocq__event;
 
 // At each depth, what the folded events add to the region around them, which is folded later.
 typedef struct rocq__inside {
-    rocq__amount sum;         // weighted
+    rocq__cost sum;           // weighted
     bool timed;               // the GPU's times are known:
     double first_ns, last_ns; // start of the first submission, end of the last
 } rocq__inside;
@@ -26813,7 +26822,7 @@ static rocq_result rocq__submission_times(rocq_ctx *ctx, rocq__profile *p, void 
     return ROCQ_OK;
 }
 
-static inline void rocq__amount_add(rocq__amount *to, double times, const rocq__amount *from) {
+static inline void rocq__cost_add(rocq__cost *to, double times, const rocq__cost *from) {
     to->bytes += times * from->bytes;
     to->flops += times * from->flops;
     to->matrix += times * from->matrix;
@@ -26824,10 +26833,10 @@ static void rocq__event_fold(rocq__profile *p, const rocq__event *e) {
     rocq__inside call = p->inside[e->depth];
     memset(&p->inside[e->depth], 0, sizeof call);
     if (e->failed) return;
-    rocq__amount_add(&call.sum, (double)e->weight, &e->own);
+    rocq__cost_add(&call.sum, (double)e->weight, &e->own);
     if (e->depth > 0 && !e->copy) { // a copy's bytes are not the memory's traffic
         rocq__inside *around = &p->inside[e->depth - 1];
-        rocq__amount_add(&around->sum, 1.0, &call.sum);
+        rocq__cost_add(&around->sum, 1.0, &call.sum);
         if (call.timed) {
             if (!around->timed) around->first_ns = call.first_ns;
             around->last_ns = call.last_ns;
@@ -26836,7 +26845,7 @@ static void rocq__event_fold(rocq__profile *p, const rocq__event *e) {
     }
     if (e->region < 0) return;
     rocq__region *r = &p->regions[e->region];
-    rocq__amount_add(&r->sum, 1.0, &call.sum);
+    rocq__cost_add(&r->sum, 1.0, &call.sum);
     r->submits = e->submits;
     r->copy = e->copy;
     if (e->access >= 0) r->access = (rocq_access)e->access;
@@ -26995,8 +27004,7 @@ static rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq__w
     e->failed = result != ROCQ_OK;
     if (work && !e->failed) {
         if (work->params) rocq__work_count(ctx, work);
-        const rocq__amount own = {work->bytes, work->flops, work->matrix};
-        e->own = own;
+        e->own = work->cost;
         e->access = (int8_t)work->access;
         e->copy = work->copy;
         e->submits = true;
@@ -27018,9 +27026,7 @@ static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph, const ro
     rocq__work work;
     memset(&work, 0, sizeof work);
     for (const rocq__node *node = first; graph->captured && node != end; node = node->next) {
-        work.bytes += node->cost.bytes;
-        work.flops += node->cost.flops;
-        work.matrix += node->cost.matrix;
+        rocq__cost_add(&work.cost, 1.0, &node->cost);
     }
     ROCQ__TRY(rocq__region_enter(ctx, "graph", NULL, graph->captured));
     return rocq__region_leave(ctx, rocq__graph_submit(ctx, graph, first, end), &work);
@@ -27029,7 +27035,7 @@ static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph, const ro
 static rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, int64_t bytes) {
     rocq__work work;
     memset(&work, 0, sizeof work);
-    work.bytes = (double)bytes;
+    work.cost.bytes = (double)bytes;
     work.copy = true;
     return rocq__region_leave(ctx, result, &work);
 }
@@ -28438,8 +28444,8 @@ enum { ROCQ__REPLAY_FILL = 0x3a }; // a byte, which makes sense in any format
 typedef struct rocq__replay {
     rocq_ctx *ctx;
     rocq_graph *graph;
-    rocq__touched *regions; // what ops read or write, but for weights and caches
-    int32_t n_regions;
+    rocq__touched *touched; // what ops read or write, but for weights and caches
+    int32_t n_touched;
     rocq__feed *feeds;
     int32_t n_feeds;
     int64_t n_cells;        // rows of each cache that may be written
@@ -28516,21 +28522,21 @@ static void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
                         continue;
                     }
                     if (rocq__touched_hold(written, n_written, t)) continue;
-                    rocq__touched_add(r->regions, &r->n_regions, t, out);
+                    rocq__touched_add(r->touched, &r->n_touched, t, out);
                     if (out) rocq__touched_add(written, &n_written, t, true);
                     else rocq__feed_add(r, o, p, t);
                 }
             }
         }
     }
-    for (int32_t i = 0; i < r->n_regions; i++) {
-        for (int32_t k = 0; k < r->n_regions; k++) {
-            rocq__touched *a = &r->regions[i], *next = &r->regions[k];
+    for (int32_t i = 0; i < r->n_touched; i++) {
+        for (int32_t k = 0; k < r->n_touched; k++) {
+            rocq__touched *a = &r->touched[i], *next = &r->touched[k];
             if (a->written || next->written || a->range.end != next->range.begin) continue;
             if (a->buffer_end < next->range.end) continue;
             a->range.end = next->range.end;
             a->buffer_end = ROCQ__MAX(a->buffer_end, next->buffer_end);
-            *next = r->regions[--r->n_regions];
+            *next = r->touched[--r->n_touched];
             i = -1; // the last one has moved: from the beginning
             break;
         }
@@ -28584,9 +28590,9 @@ static void rocq__replay_ranges(rocq__replay *r) {
     const uint32_t fill = 0x01010101u * ROCQ__REPLAY_FILL;
     r->n_ranges = r->size = 0;
     rocq__replay_range(r, (uint64_t)(uintptr_t)r->ctx->gpu->status, 4, true, 0);
-    for (int32_t k = 0; k < r->n_regions; k++) {
-        const rocq__range range = r->regions[k].range;
-        rocq__replay_range(r, range.begin, rocq__range_size(range), r->regions[k].written, fill);
+    for (int32_t k = 0; k < r->n_touched; k++) {
+        const rocq__range range = r->touched[k].range;
+        rocq__replay_range(r, range.begin, rocq__range_size(range), r->touched[k].written, fill);
     }
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
         if (node->op->id != ROCQ_OP_ROPE_APPEND) continue;
@@ -28602,10 +28608,10 @@ static void rocq__replay_ranges(rocq__replay *r) {
     }
 }
 
-// Makes the image of a region before a run: a byte everywhere, and the values A or B of the feeds
-// in it, cells last, so that their values count where operands share memory. While there is no
-// memory for it, only says whether there are feeds in the region.
-static bool rocq__replay_image(const rocq__replay *r, rocq__range region, int b) {
+// Makes the image of a range before a run: a byte everywhere, and the values A or B of the feeds in
+// it, cells last, so that their values count where operands share memory. While there is no memory
+// for it, only says whether there are feeds in the range.
+static bool rocq__replay_image(const rocq__replay *r, rocq__range whole, int b) {
     bool fed = false;
     for (int cells = 0; cells < 2; cells++) {
         for (int32_t k = 0; k < r->n_feeds; k++) {
@@ -28613,9 +28619,9 @@ static bool rocq__replay_image(const rocq__replay *r, rocq__range region, int b)
             const rocq__range range = rocq__range_of(&f->t);
             const int64_t size = rocq__range_size(range);
             uint32_t random = (uint32_t)(2 * k + b);
-            if (f->is_cell != (cells == 1) || !rocq__ranges_cross(range, region)) continue;
+            if (f->is_cell != (cells == 1) || !rocq__ranges_cross(range, whole)) continue;
             if (!r->image) return true;
-            if (!fed) memset(r->image, ROCQ__REPLAY_FILL, (size_t)rocq__range_size(region));
+            if (!fed) memset(r->image, ROCQ__REPLAY_FILL, (size_t)rocq__range_size(whole));
             fed = true;
             for (int64_t i = 0; i < size; i += 4) {
                 int32_t word = (int32_t)(f->first + i / 4 * f->step + b * f->shift);
@@ -28623,7 +28629,7 @@ static bool rocq__replay_image(const rocq__replay *r, rocq__range region, int b)
                     random = random * 1664525u + 1013904223u;
                     word = (int32_t)(0x38383838u | (random >> 4 & 0x07070707u));
                 }
-                memcpy(r->image + (range.begin - region.begin) + i, &word,
+                memcpy(r->image + (range.begin - whole.begin) + i, &word,
                        (size_t)ROCQ__MIN(4, size - i));
             }
         }
@@ -28631,22 +28637,14 @@ static bool rocq__replay_image(const rocq__replay *r, rocq__range region, int b)
     return fed;
 }
 
-static rocq_result rocq__replay_upload(rocq_ctx *ctx, uint64_t address, const void *data,
-                                       int64_t size) {
-    rocq_tensor bytes; // of no particular shape
-    memset(&bytes, 0, sizeof bytes);
-    bytes.buffer = rocq_buffer_from_device(address, size);
-    return rocq__upload_memory(ctx, &bytes, data, size);
-}
-
 // Takes memory: on the host for the list of ranges and an image, on the device for the copies.
 static rocq_result rocq__replay_memory(rocq__replay *r) {
     rocq_ctx *ctx = r->ctx;
     int64_t image_size = 0;
-    for (int32_t k = 0; k < r->n_regions; k++) {
-        const rocq__range region = r->regions[k].range;
-        if (!rocq__replay_image(r, region, 0)) continue;
-        image_size = ROCQ__MAX(image_size, rocq__range_size(region));
+    for (int32_t k = 0; k < r->n_touched; k++) {
+        const rocq__range range = r->touched[k].range;
+        if (!rocq__replay_image(r, range, 0)) continue;
+        image_size = ROCQ__MAX(image_size, rocq__range_size(range));
     }
     rocq__replay_ranges(r);
     const int64_t table = r->n_ranges * (int64_t)sizeof(rocq_k_range);
@@ -28667,7 +28665,7 @@ static rocq_result rocq__replay_memory(rocq__replay *r) {
     }
     memset(memory + table, 0, ROCQ__LINE); // the difference
     const uint64_t to = (uint64_t)(uintptr_t)r->aside->address + (uint64_t)(2 * r->size);
-    return rocq__replay_upload(ctx, to, memory, table + ROCQ__LINE);
+    return rocq__upload_bytes(ctx, to, memory, table + ROCQ__LINE);
 }
 
 // Finds out what has to be put aside, and takes the memory for it. The caller frees *lists.
@@ -28681,8 +28679,8 @@ static rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
                                    (long long)n);
     *lists = memory;
     r->feeds = (rocq__feed *)(void *)memory;
-    r->regions = (rocq__touched *)(void *)(r->feeds + n);
-    rocq__replay_operands(r, r->regions + n);
+    r->touched = (rocq__touched *)(void *)(r->feeds + n);
+    rocq__replay_operands(r, r->touched + n);
     rocq__replay_cells(r);
     return rocq__replay_memory(r);
 }
@@ -28705,10 +28703,10 @@ static rocq_result rocq__replay_launch(rocq__replay *r, int32_t task, int64_t co
 // Fills the outputs with a byte and uploads the inputs with values A or B.
 static rocq_result rocq__replay_feed(rocq__replay *r, int b) {
     ROCQ__TRY(rocq__replay_launch(r, ROCQ_K_FILL, 0));
-    for (int32_t k = 0; k < r->n_regions; k++) {
-        const rocq__range region = r->regions[k].range;
-        if (!rocq__replay_image(r, region, b)) continue;
-        ROCQ__TRY(rocq__replay_upload(r->ctx, region.begin, r->image, rocq__range_size(region)));
+    for (int32_t k = 0; k < r->n_touched; k++) {
+        const rocq__range range = r->touched[k].range;
+        if (!rocq__replay_image(r, range, b)) continue;
+        ROCQ__TRY(rocq__upload_bytes(r->ctx, range.begin, r->image, rocq__range_size(range)));
     }
     return ROCQ_OK;
 }
