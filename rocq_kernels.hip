@@ -3217,22 +3217,22 @@ DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p,
 
 // `low` of rocq_k_matvec_args: the blocks of product 0 make t = A x, which the other blocks of the
 // launch read. Each number of t has a word in memory, which is 0 until the number is known, and
-// then the complement of its bits: so a block that waits for t looks at these words alone, and what
-// it sees there at last is t. No fence and no second trip to memory lies between a product's sum
-// and the epilogue that needs it.
+// then the complement of its bits. So a block that waits for t polls these words alone, and the
+// first value other than 0 that it sees is t itself. With a flag beside t there would be a fence
+// and a second trip to memory between a product's sum and the epilogue that needs it.
 // There are two sets of words, which launches use by turns. The blocks of product 0 zero the set
 // that the next launch will use; the launch before, which used it last, has ended. The highest bit
 // of a.low.words[0] says which set it is. A launch adds 1 << 31 to that word in total: block 0 adds
 // 1 << 31 less the number of the other blocks, and each of these adds 1. A block adds its share as
 // the last thing it does. So the highest bit changes only when all blocks have added theirs, and
 // each block, whenever it looks, finds the same bit.
-enum { MATVEC_LOOKS = 4096 }; // for some milliseconds
+enum { MATVEC_LOOKS = 4096 }; // polls of a word until a block gives up: some milliseconds
 DEV uint32_t *matvec_low_words(const rocq_k_matvec_args &a, uint32_t turn) {
     return a.low.words + 4 + turn * ROCQ_K_MATVEC_LOW;
 }
 DEV void matvec_low_put(uint32_t *words, int row, float t) {
     const uint32_t word = ~bits<uint32_t>(t);
-    atomic_or(words + row, word != 0 ? word : 1); // 0 means unknown: that NaN goes as another NaN
+    atomic_or(words + row, word != 0 ? word : 1); // 0 would be a NaN's: another NaN takes its place
 }
 DEV void matvec_low_clear(const rocq_k_matvec_args &a, uint32_t block, uint32_t turn) {
     uint32_t *const words = matvec_low_words(a, turn ^ 1);
