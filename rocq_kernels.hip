@@ -5620,7 +5620,8 @@ DEV const char *attend_row(const attend_rows &t, const attend_place &at, int r) 
 }
 
 // Loads a thread's share of a tile of K or V. Past the end it loads the last position, and past
-// head_dim the last chunk, again; those are dropped on the way to LDS.
+// head_dim the last chunk, again. attend_put puts zeros in their place, but for K past the end,
+// whose scores attend_hide sets to -infinity.
 template <typename S, bool V>
 DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at,
                       int thread) {
@@ -5711,7 +5712,8 @@ DEV void attend_stage_wide(f16 *tile, u32x4 (&raw)[S::LOADS], int format, const 
         attend_put<S, V>(tile, h, p, t, at, thread);
     }
 }
-// Stages a tile without a prefetch, from memory to LDS: by chunks, and element by element.
+// Stages a tile from memory to LDS without a prefetch: attend_stage_direct by chunks,
+// attend_stage_any element by element.
 template <typename S, bool V, int WAY>
 DEV void attend_stage_direct(f16 *tile, const attend_rows &t, const attend_place &at, int thread) {
 #pragma unroll
@@ -6576,7 +6578,7 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
             len = len < 1 ? 1 : a.n_kv;
         }
     }
-    // To merge two or three runs takes as long as to have one that is longer.
+    // In a short head two or three runs save no more time than merging them takes.
     enum { ROUND = S::TILE * S::WAVES };
     const int most = min(len / ROUND, a.step);
     const int n = most < 4 && len <= ROCQ_K_STEP_RUN ? 1 : max(most, 1);
@@ -6588,8 +6590,9 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
     const bool paged = a.page_table != 0;
     const char *const k_base = row_of(a.k, kv_head, 0, paged ? 0 : seq),
                      *const v_base = row_of(a.v, kv_head, 0, paged ? 0 : seq);
-    const uint32_t k_step = (uint32_t)a.k.stride[1] & 0xffffff, // a product of 24
-                   v_step = (uint32_t)a.v.stride[1] & 0xffffff; // bits is one instruction
+    // The mask tells the compiler that 24-bit products do, each of which is one instruction.
+    const uint32_t k_step = (uint32_t)a.k.stride[1] & 0xffffff,
+                   v_step = (uint32_t)a.v.stride[1] & 0xffffff;
     const uint32_t chunk_at = 16u * (uint32_t)chunk;
     // In each half of its group's positions, the lane weighs one.
     const int own = S::POSITIONS * group + chunk / (S::LANES / 8);
