@@ -2751,11 +2751,11 @@ enum {
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
     ROCQ_K_MATVEC_PRODUCTS = 4, // most products of the same x in one launch
     ROCQ_K_MATVEC_LOW = 1024,   // most rows of product 0 of a launch with `low`
-    // word 0 tells launches apart, three more keep what follows aligned: two sets of words
+    // see matvec_low_words: word 0, three unused ones for alignment, and two sets of t
     ROCQ_K_LOW_WORDS = 4 + 2 * ROCQ_K_MATVEC_LOW,
     ROCQ_K_MATVEC_ROW_K = 4096, // largest K of a matvec_row
-    ROCQ_K_MATVEC_LDS = 2048,   // most bytes of LDS that a matvec has, and a matvec_row
-    ROCQ_K_MATVEC_ROW_LDS = ROCQ_K_MATVEC_ROW_K / 32 * 34 + 384,
+    ROCQ_K_MATVEC_LDS = 2048, // most bytes of LDS of a matvec: two sums a row and column, a wave
+    ROCQ_K_MATVEC_ROW_LDS = ROCQ_K_MATVEC_ROW_K / 32 * 34 + 384, // x in Q8_0, sums, the norm's work
     ROCQ_K_FEW = 8,           // columns up to which a product is a matvec
     ROCQ_K_MATMUL_M = 128,    // a block of a matmul: rows of w, and below, by precision, columns
     ROCQ_K_MATMUL_F16_N = 128,
@@ -3234,7 +3234,7 @@ typedef struct rocq_k_conv_args {
     int32_t m, c, slices;    // slices of 64 channels of x
     int32_t group;           // channels of a group of stats
     int32_t kw, kh, kt, stride, pad_x, pad_y, past;
-    int32_t upsample;        // z is x shifted up by so many bits in both directions
+    int32_t upsample;        // position i of z is i >> upsample of x, in both directions
     int32_t z_w, z_h;
     int32_t halo;            // a patch has all kw kh taps' positions, not one tap's
     int32_t patch_w, patch_n;// its columns and positions
