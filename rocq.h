@@ -9188,8 +9188,7 @@ static inline void rocq__decode(bool simd, rocq_format format, float *dst, const
 
 // -- exp, tanh and what is made of them --
 // The scalar and the vector form do the same operations in the same order, all of them rounded as
-// IEEE 754 says, so they give the same bits. INT8 products need that, since their epilogue applies
-// activations.
+// IEEE 754 says, so they give the same bits. The epilogue of INT8 products needs that.
 
 static const float rocq__exp_term[5] = {0.00139262131f, 0.00836320315f, 0.0416665561f, 0.166665763f,
                                         0.5f};
@@ -9201,8 +9200,7 @@ static inline float rocq__clamp(float x, float least, float most) { // NaN stays
 }
 
 // exp(x) = 2^k (1 + p): returns p = e^r - 1 with r = x - k ln(2), |r| <= ln(2) / 2, from a
-// polynomial whose error is at most 1.1e-8 of e^r, and sets *power to 2^k. x in [LEAST, MOST], not
-// NaN.
+// polynomial with an error of 1.1e-8 e^r at most. *power: 2^k. x in [LEAST, MOST], not NaN.
 static float rocq__exp_parts(float x, float *power) {
     const float k = rintf(x * 1.44269504f);
     // ln(2) in two parts, the first short enough that its products with k are exact
@@ -9293,7 +9291,6 @@ ROCQ__V8 rocq__v8 rocq__v8_exp_parts(rocq__v8 x, rocq__v8 *power) {
     return rocq__v8_fma(e, rocq__v8_mul(r, r), r);
 }
 
-// Clamps as rocq__clamp does.
 ROCQ__V8 rocq__v8 rocq__v8_clamp(rocq__v8 x, float least, float most) {
     return rocq__v8_min(rocq__v8_set1(most), rocq__v8_max(rocq__v8_set1(least), x));
 }
@@ -9377,7 +9374,6 @@ static ROCQ__SIMD int64_t rocq__gate_slope_simd(float *g, const float *x, float 
 
 #endif
 
-// x = activation(x)
 static void rocq__activate_row(bool simd, rocq_activation activation, float *x, int64_t n) {
     int64_t i = activation == ROCQ_ACT_IDENTITY ? n : 0;
 #if ROCQ__HAS_V8
@@ -9422,7 +9418,6 @@ static void rocq__softcap_row(bool simd, float cap, float *x, int64_t n) {
 
 // -- rows with rows --
 
-// x += y, element by element
 static void rocq__add_scalar(float *x, const float *y, int64_t n) {
     for (int64_t i = 0; i < n; i++) x[i] += y[i];
 }
@@ -9432,12 +9427,10 @@ static void rocq__scale_scalar(float *y, const float *x, float factor, int64_t n
     for (int64_t i = 0; i < n; i++) y[i] = factor * x[i];
 }
 
-// x *= y
 static void rocq__multiply_scalar(float *x, const float *y, int64_t n) {
     for (int64_t i = 0; i < n; i++) x[i] *= y[i];
 }
 
-// y += factor x
 static void rocq__add_scaled_scalar(float *y, const float *x, float factor, int64_t n) {
     for (int64_t i = 0; i < n; i++) y[i] += factor * x[i];
 }
@@ -11481,8 +11474,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm
 // What a pass prefetches while it multiplies `bytes` bytes of n_rows rows, `at` bytes into each. If
 // row_ahead is 0 the rows lie one behind the other and it prefetches as many consecutive bytes
 // further on, whatever rows they belong to: the fewest cache lines. Else it prefetches row_ahead
-// bytes ahead in each row; past a row's end that is in the row that takes its place in the next
-// panel.
+// bytes ahead in each row and, past its end, in the row at its place in the next panel.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_next(const rocq__mm_rows *rows, int64_t at,
                                                             const int64_t bytes,
                                                             const int n_rows) {
@@ -11743,7 +11735,6 @@ static void rocq__mm_choose_vnni(rocq__mm *mm, bool is_signed) {
 }
 #endif
 
-// Chooses the kernels for INT8.
 static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     const rocq__codec *codec = rocq__codec_of(mm->w->format);
     mm->group = codec->group;
@@ -11809,7 +11800,6 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
 #endif
 }
 
-// Chooses the kernels that multiply floats.
 static void rocq__mm_choose_float(rocq__mm *mm) {
     const rocq_format format = mm->w->format;
     // INT8 products give the same bits with and without SIMD, and so must their adapters.
@@ -13401,7 +13391,6 @@ static bool rocq__attend_masked(const rocq__attend *a, const rocq__attend_item *
     return true;
 }
 
-// As rocq__attend_tile, for many rows.
 static void rocq__attend_tile_many(const rocq__attend *a, const rocq__attend_item *item,
                                    int64_t begin, int64_t end,
                                    const rocq__attend_local *local) {
@@ -13613,7 +13602,6 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     return bytes;
 }
 
-// Checks the contents of kv_len and page_table.
 static rocq_result rocq__attend_check(rocq_ctx *ctx, const rocq__attend *a) {
     const rocq_attention_params *p = a->p;
     for (int64_t seq = 0; seq < a->n_seqs; seq++) {
@@ -13701,7 +13689,6 @@ static inline int64_t rocq__n_rows(const rocq_tensor *t) {
     return t->ne[1] * t->ne[2] * t->ne[3];
 }
 
-// The scratch bytes of an op that takes none.
 static int64_t rocq__scratch_none_cpu(const rocq_ctx *ctx, const void *params) {
     (void)ctx;
     (void)params;
@@ -16351,7 +16338,6 @@ static void rocq__outer_load_b(const rocq__outer *o, rocq__outer_work *work,
     }
 }
 
-// The epilogue of a tile.
 static void rocq__outer_finish(const rocq__outer *o, rocq__outer_work *work,
                                const rocq__outer_tile *t) {
     const int64_t n = t->n_k, panel = ROCQ__CONV_PANEL;
@@ -16854,7 +16840,6 @@ static int64_t rocq__scratch_norm_backward_cpu(const rocq_ctx *ctx, const void *
     return bytes;
 }
 
-// A strip of a row.
 typedef struct rocq__norm_strip {
     const float *dy, *x, *weight, *residual; // the last two may be NULL
     float *dx, *dweight, *dbias;
@@ -19489,8 +19474,7 @@ static rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq__s
 // that this estimate chooses took 2% longer than the fastest one on average, and 16% at most; where
 // w is decoded, 1.3% and 14% over 43 shapes, with K in at most 8 splits. The constants of the last
 // tile of the forward product were not timed but fitted: the estimates of the other tiles are too
-// short for 14 shapes that were measured, and with these constants the choice takes 4.5% longer
-// than the fastest one on average.
+// short for 14 shapes that were measured, for which the choice so takes 4.5% longer than the best.
 typedef struct rocq__lds_pace { double work, step, ends; } rocq__lds_pace;
 static const rocq__lds_pace rocq__lds_paces[ROCQ__LDS_FORWARD_TILES] = {
     {780.0, 416.0, 4530.0}, {623.0, 383.0, 3680.0}, {272.0, 280.0, 2470.0},
@@ -21574,7 +21558,6 @@ static rocq_result rocq__check_format(rocq_ctx *ctx, const char *op, const char 
                       info ? info->name : "unknown", (int)format);
 }
 
-// Fails for a format that has no encoder.
 static rocq_result rocq__check_encoded(rocq_ctx *ctx, const char *op, const char *name,
                                        rocq_format format) {
     if (rocq__is_encoded(rocq__codec_of(format))) return ROCQ_OK;
@@ -28856,7 +28839,6 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 #endif
 }
 
-// Private macros end here.
 #undef ROCQ__ALIGNAS
 #undef ROCQ__ALWAYS_INLINE
 #undef ROCQ__CODEC_BF16
