@@ -1594,8 +1594,7 @@ typedef struct rocq_glu_backward_params {
     rocq_activation activation;
 } rocq_glu_backward_params;
 
-// dtable[., ids[i]] += scale dy[., i], equal ids in the order of i. Rows that no id names keep what
-// they have.
+// dtable[., ids[i]] += scale dy[., i], equal ids in the order of i. Other rows are not changed.
 typedef struct rocq_gather_backward_params {
     const rocq_tensor *dtable; // F32 [K, rows], added to
     const rocq_tensor *dy;     // F32 or F16 [K, n]
@@ -1686,8 +1685,7 @@ ROCQ_DEF const char *rocq_error(const rocq_ctx *ctx);
 
 // -- context --
 
-// Opens a context. desc NULL is all defaults. On failure *ctx is NULL and desc->log has the
-// message.
+// Opens a context. desc NULL: all defaults. On failure *ctx is NULL and desc->log has the message.
 ROCQ_DEF rocq_result rocq_open(rocq_ctx **ctx, const rocq_desc *desc);
 
 // Waits for submitted work, frees every buffer and the context, and sets *ctx to NULL; does nothing
@@ -3878,8 +3876,7 @@ static inline uint16_t rocq__f32_to_bf16(float value) {
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Maps different sums to different results, and different words too, so a change of one word always
-// changes the checksum.
+// One to one in the sum and in the word, so a change of one word always changes the checksum.
 static inline uint64_t rocq__checksum_step(uint64_t sum, const void *bytes) {
     uint64_t word;
     memcpy(&word, bytes, sizeof word);
@@ -5115,8 +5112,7 @@ static void rocq__team_task(void *arg, int32_t i) {
 }
 
 // Runs stages, and returns when all are done: after a `begin` that failed, or with E_CANCELLED if
-// rocq_cancel is called and call is not NULL, no more is started. call: what an error message
-// names.
+// rocq_cancel is called and call is not NULL, no more is started. call: its name in messages.
 static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *stages,
                                   int32_t n_stages) {
     rocq__team *team = &ctx->team;
@@ -5145,8 +5141,7 @@ static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *
     return team->result;
 }
 
-// Runs fn over 0 .. n, on all threads if n > grain, and returns when all is done. rocq_cancel does
-// not stop it.
+// Runs fn over 0 .. n, on all threads if n > grain, until all is done, even after rocq_cancel.
 static void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task fn, void *arg) {
     rocq__stage stage = {fn, arg, n, grain, 0, NULL};
     rocq__team_run(ctx, NULL, &stage, 1);
@@ -5235,8 +5230,7 @@ enum {
     ROCQ__MOST_PRODUCTS = 16, // in a chain; the bound also ends a chain that is a cycle
     ROCQ__PLAN_STAGES = 2 + ROCQ__MOST_PRODUCTS, // of one op; the most such a chain has
     ROCQ__PLAN_BYTES = 25600, // of one op
-    // Handing a chunk to a thread that spins costs 0.2 microseconds; to one that sleeps, 5 and
-    // more.
+    // Handing a chunk to a thread that spins costs 0.2 microseconds; to one that sleeps, over 5.
     ROCQ__WORTH_STEP = 16384,
     ROCQ__WORTH_OP = 65536,
     // So many multiplications of a thread are neighbouring rows of a matrix that are read as one
@@ -5267,8 +5261,7 @@ static rocq__stage *rocq__plan_stage(rocq__plan *plan, rocq__task fn, void *arg,
     return stage;
 }
 
-// Pages are touched by all threads (rocq__touch_task), so that page faults happen before the pages
-// are needed.
+// All threads touch the pages (rocq__touch_task), so that page faults happen before they are used.
 enum { ROCQ__PAGE = 4096 };
 
 typedef struct rocq__pages {
@@ -8096,8 +8089,7 @@ static rocq_result rocq__file_failed(rocq_ctx *ctx, const char *path, int error)
 
 enum { ROCQ__TEMPORARY = 24 }; // bytes that the temporary file's name may add to the path
 
-// Creates the temporary file under the first name that is free: PATH.part, PATH.part1 to
-// PATH.part99.
+// Creates the temporary file: the first of PATH.part, PATH.part1 to PATH.part99 that is free.
 static bool rocq__file_open_temporary(rocq_file *file) {
     const size_t room = strlen(file->path) + ROCQ__TEMPORARY;
     errno = EEXIST;
@@ -10395,8 +10387,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__pow2_avx2(__m256i k) {
     return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, tiny, is_tiny));
 }
 
-// Where a decoder puts one block of each of eight rows: into a panel, or into the dot products with
-// a single column.
+// Where a decoder puts a block of each of eight rows: a panel, or the sums of a single column.
 typedef struct rocq__sink {
     float (*scale)[ROCQ__MM_PAIR];  // of each group, as min is: the first eight
     float (*min)[ROCQ__MM_PAIR];
@@ -11710,11 +11701,8 @@ ROCQ__ENTRIES(eights)
 ROCQ__ENTRIES(fours)
 ROCQ__ENTRIES(iq1)
 #undef ROCQ__ENTRIES
-#endif
 
-#if ROCQ__HAS_AVX2
-// Chooses the AVX-512 kernels that multiply several columns. is_signed: decoded codes may be
-// negative.
+// The AVX-512 kernels that multiply several columns. is_signed: decoded codes may be negative.
 static void rocq__mm_choose_vnni(rocq__mm *mm, bool is_signed) {
     if (mm->group == 32) {
         mm->dot = mm->has_min ? rocq__dot_pair_group32_min : rocq__dot_pair_group32;
@@ -11926,8 +11914,7 @@ enum {
     ROCQ__LORA_AHEAD = 2048             // bytes of B that are prefetched
 };
 
-// Prefetches rows of B: a matrix so short that it ends before the processor's own prefetcher has
-// recognised the stream.
+// Prefetches rows of B: of a matrix too short for the processor's prefetcher to see the stream.
 static inline void rocq__mm_fetch_lora(const unsigned char *row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) ROCQ__FETCH(row, i);
 }
@@ -12261,8 +12248,7 @@ typedef struct rocq__mm_chain {
     rocq__mm_product *products;
 } rocq__mm_chain;
 
-// Fails to compile if a plan has no room for the longest chain, with a cast (a rocq__map, 96 bytes)
-// for each product.
+// Fails to compile if a plan has no room for the longest chain, with a cast (rocq__map) a product.
 typedef char rocq__mm_chain_fits[
     sizeof(rocq__mm_chain) + ROCQ__MOST_PRODUCTS * (sizeof(rocq__mm_product) + 96) <=
             ROCQ__PLAN_BYTES ? 1 : -1];
@@ -16237,8 +16223,7 @@ enum {
     ROCQ__OUTER_ROWS = 240, // most rows of a tile; b is decoded once for each tile of rows
     ROCQ__OUTER_K = 256,    // most k of a tile, a multiple of every block
     ROCQ__OUTER_R = 128,    // r of a segment: a's part of it is 120 KiB, a quarter of an L2
-    // Rows of a, and panels of b, are not a power of two apart, or they would compete for the same
-    // few sets of L1.
+    // Rows of a and panels of b are not a power of two apart, which would use few sets of L1.
     ROCQ__OUTER_A = ROCQ__OUTER_R + 16,
     ROCQ__OUTER_B = (ROCQ__OUTER_R + 1) * ROCQ__CONV_PANEL
 };
@@ -19132,8 +19117,7 @@ static bool rocq__aligned16(const rocq_tensor *t) {
     return (uintptr_t)rocq__device_data(t) % 16 == 0;
 }
 
-// Whether the rows of a float tensor are at one distance throughout and readable 16 bytes at a
-// time.
+// Whether the rows of a float tensor are at equal distances and readable 16 bytes at a time.
 static bool rocq__wide_rows(const rocq_tensor *t) {
     const int64_t wide = t->format == ROCQ_F32 ? 4 : 8;
     if (t->stride[1] > ROCQ__MATMUL_K) return false; // so that the products below fit
@@ -19507,8 +19491,7 @@ static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_tile *t,
 // and merged in a nanosecond, fitted to an H200.
 enum { ROCQ__MERGE_RATE = 1700, ROCQ__BACKWARD_MERGE_RATE = 12240 };
 
-// The best of n_tiles tiles. kernel: a kernel of the backward, whose tiles alone may be chosen, or
-// -1.
+// The best of n_tiles tiles. kernel: a kernel of the backward, which limits them to its own, or -1.
 static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__lds_tile *tiles,
                                             const rocq__lds_pace *paces, int32_t n_tiles,
                                             const rocq__site *s, double merge_rate, int32_t kernel,
@@ -21935,8 +21918,7 @@ static rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, rocq
 }
 
 // -- ops --
-// Each op has a function rocq__check_NAME, which rocq__op_NAME points to. op is the op's name in
-// messages.
+// Each op has a function rocq__check_NAME, see rocq__op_NAME. op: the op's name in messages.
 
 // Checks the sizes of an operand, unless it is NULL. -1: any size.
 static rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char *name,
@@ -22809,8 +22791,7 @@ static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *param
     return true;
 }
 
-// What an op moves and computes. Bytes: every operand once. All 0 where only the GPU knows the
-// lengths.
+// What an op moves and computes: bytes of every operand once. 0 where only the GPU knows lengths.
 static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
     rocq__cost cost = {0.0, 0.0, 0.0};
     int32_t end;
@@ -25568,8 +25549,7 @@ static void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
 }
 
 // Applies what the desc says of sharing the device, as far as the runtime supports it. A queue made
-// here takes the place of the plain one: a second hardware queue beside it would cost power when
-// idle.
+// here takes the place of the plain one: a second hardware queue would cost power when idle.
 static rocq_result rocq__share(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_desc *desc = &ctx->desc;
@@ -28371,8 +28351,7 @@ typedef union rocq__any_args {
 #undef ROCQ_X
 } rocq__any_args;
 
-// Launches the kernels of the graph (without one, all) with zeroed args, so that the runtime loads
-// them.
+// Makes the runtime load the graph's kernels (without one, all): launches them with zeroed args.
 static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     rocq_result result = ROCQ_OK;

@@ -1313,8 +1313,7 @@ template <int F, reads R = AGAIN, typename I> DEV raw<F> load_raw(const planes<F
     else return load_planes<F, R>(p, unit);
 }
 
-// The reverse of load_raw. What belongs to a whole superblock is stored by the lane of its first
-// unit.
+// The reverse of load_raw. The lane of a superblock's first unit stores what belongs to all of it.
 template <int F> DEV void store_raw(const planes<F> &p, int64_t unit, const raw<F> &r) {
     typedef block_layout<F> l;
     const bool first = unit % 8 == 0;
@@ -1464,8 +1463,7 @@ template <int F> DEV float unit_min(const block_factors &f, int g) {
     return (float)block_layout<F>::offset * unit_scale<F>(f, g);
 }
 
-// In the MXFP6 formats q are the 6-bit codes and scale is 2^(e - 127); decode_word makes values of
-// them.
+// In MXFP6, q are the 6-bit codes and scale is 2^(e - 127); decode_word makes values of them.
 template <int F, typename I> DEV unit decode_raw(const raw<F> &r, I at) {
     const block_factors f = decode_factors<F>(r, at);
     unit u;
@@ -1644,8 +1642,7 @@ struct codebooks {
 };
 CONSTANT codebooks codebook_table = codebooks();
 
-// The levels, negative where the byte of negative is 1 and not 0. No level is 0, so no carry leaves
-// a byte.
+// The levels, negative where the byte of negative is 1. No level is 0, so no carry leaves a byte.
 DEV uint32_t signed_levels(uint32_t levels, uint32_t negative) {
     return (levels ^ halves_times(negative, 255)) + negative;
 }
@@ -2206,9 +2203,8 @@ DEV void quad_floats(int32_t format, const u32x4 &loaded, float v[4]) {
     v[3] = bits_float(format, loaded.w);
 }
 
-// load4: elements k to k + count - 1 of a row of F32, F16 or BF16 as they are in memory, the rest
-// 0. floats4: the numbers that they are. Two steps, so that many loads are issued before one is
-// used.
+// load4: elements k to k + count - 1 of a row of F32, F16 or BF16 as in memory, the rest 0.
+// floats4: the numbers that they are. In two steps many loads are issued before one is used.
 DEV u32x4 load4(int32_t format, const char *row, bool wide, int64_t k, int count) {
     u32x4 w = make4(0, 0, 0, 0);
     if (count == 0) return w;
@@ -2553,8 +2549,7 @@ DEV int mul24(int a, int b) {
     return ((int)((uint32_t)a << 8) >> 8) * ((int)((uint32_t)b << 8) >> 8);
 }
 
-// What a wave works on: its rows of w, and which units (plain formats: vectors) of a row a lane
-// takes.
+// A wave's rows of w, and the units (plain formats: vectors) of a row that a lane takes.
 struct matvec_work {
     int64_t row[ROCQ_K_MATVEC_ROWS];
     uint32_t first, step, count; // a lane's first unit, the distance to its next, units of a row
@@ -3153,7 +3148,6 @@ template <int N> DEV matvec_pair matvec_pair_of(const matvec_tail &t, const floa
     return p;
 }
 
-// A thread's y.
 DEV float matvec_y(const matvec_tail &t, const matvec_pair &p) {
     return epilogue_apply(
         t.e, p.v + t.lora[0], p.v2 + t.lora[1], [&] { return t.bias; },
@@ -3768,8 +3762,7 @@ KERNEL(experts_fetch, rocq_k_experts_fetch_args, 256) {
 // As in rocq_route_params. A wave has a token, and a lane every 32nd of its experts. Keys are
 // integers in the order of the numbers compared, with NaN below -inf, and 0 for an expert that has
 // been taken or must not be. LDS: 13 KB. Bytes: the logits once.
-// Loops are not unrolled: one wave chooses, and mostly waits for its code from L2, so less code is
-// faster.
+// Loops are not unrolled: the one wave that chooses mostly waits for its code from L2.
 DEV uint32_t route_key(float x) {
     const uint32_t u = bits<uint32_t>(x + 0.0f); // -0 and 0 are equal
     return x != x ? 1 : u >> 31 ? ~u : u | 0x80000000u;
@@ -4642,8 +4635,7 @@ ROCQ_K_ALL_FORMATS(ROCQ_X, )
 // that a block that is alone on its compute unit always has work for the matrix unit; with
 // STAGES - 1 they are waited for at once, while other blocks multiply. Eight threads copy a line of
 // 64 elements, with zeros past the last r and row, where nothing is read. A launch asks for the
-// LDS, ROCQ_K_LDS_BYTES; the epilogue uses the same. On an H200 410 to 640 TFLOPS from 4096 rows
-// on.
+// LDS, ROCQ_K_LDS_BYTES; the epilogue uses the same. On an H200 410 to 640 TFLOPS from 4096 rows.
 struct lds_operand {
     const char *data; // the tile's first row at r 0
     int64_t stride;   // bytes from row to row; transposed: from r to r
@@ -5016,8 +5008,8 @@ KERNEL(matmul_halves, rocq_k_matmul_args, 256) {
 // matmul_int8: x in planar Q8_0, w's codes as int8. The matrix unit gives the sum of a group (32 of
 // K; 16 where a unit has two scales) as an exact integer. It is multiplied by the scales of its row
 // and its column and added to the F32 sums. For a min, min times the sum of x's group is
-// subtracted; that sum is computed when x is staged. Offsets such as Q4_0's 8 are subtracted from
-// the codes when w is.
+// subtracted; x's sums are computed when x is staged, and offsets such as Q4_0's 8 are subtracted
+// from codes when w is.
 //
 // A step is 64 of K, two units a row. A thread decodes one of the two units of two rows of w and of
 // a column of x. Waves 2 by 2, each 64 rows by 32 columns, 64 sums a lane. LDS: 17 to 21 KB; rows
@@ -7284,7 +7276,6 @@ KERNEL(rope, rocq_k_rope_args, 256) {
 
 // -- activate, glu, add, mul, scale, cast --
 
-// Bytes of a row.
 DEV int64_t row_bytes_of(const rocq_k_tensor &t) {
     return (int64_t)(t.ne[0] / format_elems(t.format)) * format_bytes(t.format);
 }
@@ -7562,8 +7553,7 @@ template <int mask> DEV best_of wave_better(const best_of &b) {
     const int i = wave_xor<mask>(b.i);
     return is_better(x, i, b) ? best_of{x, i} : b;
 }
-// The best of a block. xs and is have room for one a wave, and may be used for something else
-// afterwards.
+// The best of a block. xs and is have room for one a wave, and are free again afterwards.
 DEV best_of block_best(best_of b, float *xs, int *is) {
     b = wave_better<16>(wave_better<8>(wave_better<4>(wave_better<2>(wave_better<1>(b)))));
     if (lane_index() == 0) {
@@ -8885,8 +8875,7 @@ DEV void conv_stage_any(const rocq_k_conv_args &args, const conv_place &p, const
     }
 }
 
-// Finishes y of channels m to m + 7 at a position from their sums v. loaded: of residual, if there
-// is one.
+// Finishes y of channels m to m + 7 at a position from their sums v. loaded: of residual, or 0.
 DEV void conv_put(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t frame, int32_t m,
                   const conv_raw &loaded, float v[8]) {
 #pragma unroll
@@ -8996,8 +8985,7 @@ DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
 
 // c += w z over 16 n16 elements of K, by fragments. w and z point into LDS to the wave's first
 // channel and position. Chunks of w are w_chunk halves apart, and lines of 8 positions of z `line`.
-// As in matmul_multiply a fragment's registers are loaded again as soon as its last product is
-// issued.
+// A fragment's registers are loaded again as soon as its last product is issued.
 template <int TM, int TN>
 DEV void conv_multiply(frag_c (&c)[TM][TN], const f16 *w, int w_chunk, const f16 *z, int line,
                        int n16) {
@@ -9989,8 +9977,7 @@ DEV backward_place backward_place_of(const rocq_k_backward_part &a, uint32_t blo
     return p;
 }
 
-// A launch has the blocks of dx, those of dw, or both. Whether a block is of dw, and which of its
-// part it is.
+// A launch has the blocks of dx, of dw, or both. Whether a block is of dw; block: its place there.
 DEV bool backward_is_dw(const rocq_k_matmul_backward_args &a, uint32_t &block) {
     const uint32_t own = a.common.block0 + block_index();
     const bool of_dw = own - a.dw.block0 < a.dw.n_blocks;
