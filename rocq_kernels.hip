@@ -9155,10 +9155,9 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         const f16 *const own_w = wt + buffer * W_TILE;
         const f16 *const own_z = patch + at.part * (CONV_W_CHUNKS * CONV_CHUNK) + at.tap * 8;
         if constexpr (FROM_LDS) {
-            if (n16 == N16) conv_multiply_lds<TM, N16>(c, own_w, W_CHUNK, own_z, a.patch_w);
-            else if (n16 == 1) conv_multiply_lds<TM, 1>(c, own_w, W_CHUNK, own_z, a.patch_w);
-            else if (n16 == 2) conv_multiply_lds<TM, 2>(c, own_w, W_CHUNK, own_z, a.patch_w);
-            else conv_multiply_lds<TM, 3>(c, own_w, W_CHUNK, own_z, a.patch_w);
+            static_assert(N16 == 2, "n16 is 1 or 2");
+            if (n16 == 2) conv_multiply_lds<TM, 2>(c, own_w, W_CHUNK, own_z, a.patch_w);
+            else conv_multiply_lds<TM, 1>(c, own_w, W_CHUNK, own_z, a.patch_w);
         }
         at = conv_next(a, at);
         buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
@@ -11823,8 +11822,6 @@ static int entry_launch(const void *stub, unsigned grid_x, unsigned grid_z, unsi
     if (lds > 49152) {
         cudaFuncSetAttribute(stub, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)lds);
     }
-#endif
-#if defined(__CUDACC__)
     cudaLaunchAttribute overlap = {};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
