@@ -279,16 +279,16 @@
    outside of the graph. rocq_warm does in advance what the first replay would have to do, and
    checks that a replay is right, since some releases of the HIP runtime are reported to replay with
    stale data. A graph whose replay differs is run op by op from then on, as rocq_stats,
-   rocq_get_info and the log say. examples/llama.h records and warms its step. Ops of one token may
-   share a launch of a GPU: a norm and the product of its result, an adapter's first product and
-   those that add its second, rope_append and attention, two norms, a norm with the products of its
-   result that rocq_route chooses by and that choice.
+   rocq_get_info and the log say. examples/llama.h records and warms its step. Recorded ops of one
+   token may become one launch on a GPU: a norm and the product of its result; an adapter's A x and
+   the products that add B (A x); rope_append and attention; two norms; a norm, the router's
+   products of its result and rocq_route.
 
    rocq_graph_launch_for runs a step in slices of so many microseconds, one in each frame of a game,
    with the bits of the whole: on the CPU it returns between two ops once the time is over, on a GPU
    it submits what is expected to fit and does not wait. A GPU context for this has its graphs
    captured in subgraphs (rocq_desc.slice_us); half a millisecond is a good size. examples/frame.c
-   speaks in a render loop that way.
+   generates text in a render loop that way.
 
 
    >>time
@@ -1140,13 +1140,13 @@ typedef enum rocq_op {
 // y[m, n] = epilogue(sum over k of w[k, m] x[k, n]). The epilogue runs in this order, each step
 // optional: + lora_scale * sum over r of lora_b[r, m] lora_t[r, n], + bias[m], activation, softcap,
 // * gate[m, n], * sum over k of w2[k, m] x[k, n], + residual[m, n], cast to y's format.
-// lora_b and lora_t add a low-rank adapter (LoRA, arXiv 2106.09685): lora_t is another product, of
-// its A and x. lora_b2 and lora_t2 add one to w2 x in the same way. R is at most 512; adapters of
-// several sequences lie behind each other in R, and a gate of zeros where a column does not use
-// one, in the product that makes lora_t, chooses. On a GPU products of up to 8 columns add it in
-// their launch, if they are not in F16, lora_b is F16, R a multiple of 8 and rows of both are
-// aligned to 16 bytes. Else its product is launches of its own, and softcap beside it is
-// E_UNSUPPORTED.
+// lora_b and lora_t add a low-rank adapter (LoRA, arXiv 2106.09685), where lora_t is A x, made by
+// another product. lora_b2 and lora_t2 add one to w2 x in the same way. R is at most 512. If
+// columns use different adapters, concatenate these along R, and give the product that makes lora_t
+// a gate with zeros where a column does not use one. On a GPU products of up to 8 columns add the
+// adapter in their launch, if they are not in F16, lora_b is F16, R a multiple of 8 and rows of
+// both are aligned to 16 bytes. Else B (A x) takes launches of its own, and softcap together with
+// an adapter is E_UNSUPPORTED.
 // w and x may have a third and fourth dimension (batch); w's must divide x's, and each matrix of w
 // then serves several consecutive ones of x. y may be residual or gate.
 typedef struct rocq_matmul_params {
@@ -1363,9 +1363,9 @@ typedef struct rocq_route_params {
 // in w_kept and w2_kept, made by rocq_copy_slice. Expert e is read from slice kept[e] of these if
 // that is 0 to S - 1, else from w and w2. So kept, a table on the device, may be uploaded anew
 // between launches of a recorded graph; y has the same bits with any table, as long as the copies
-// are equal. On a GPU, long prompts first copy the experts that they miss to scratch memory, each
-// once: there is room for E - S of them there, with a memory_budget for those that half of what is
-// left of it holds. The others are read from w and w2.
+// are equal. On a GPU, long prompts first copy experts that have no copy to scratch memory, each
+// once. That has room for E - S experts, but takes at most half of what is left of memory_budget;
+// experts beyond that are read from w and w2.
 typedef struct rocq_experts_params {
     const rocq_tensor *y;        // F32, F16 or Q8_0 [M, n_slots, n], with weights [M, n]
     const rocq_tensor *w;        // any format [K, M, E]
@@ -1442,9 +1442,9 @@ typedef struct rocq_delta_net_params {
 //   y[m, ox, oy, t] = activation(bias[m] + residual[m, ox, oy, t] + sum over c, i, j, s of
 //       w[c + C (i + kw (j + kh s)), m] z[c, stride ox + i - pad_x, stride oy + j - pad_y, t'])
 //   t' = t + s, counted so that the last tap of the last frame of y is the last frame of x: causal.
-//   Where z has no such position or frame it is 0. So the size of y says how far it reaches past
-//   the right and lower edge, and x may have the kt - 1 frames before y's first one, all that are
-//   kept of a video's previous chunk, or some, or none.
+//   z is 0 outside of its positions and frames. So padding on the right and below follows from the
+//   size of y; and x may begin with up to kt - 1 frames before y's first one, kept from a video's
+//   previous chunk: where they are missing, zeros take their place.
 // From x to z, each step optional: norm, x_activation, each position repeated `upsample` times in
 // both directions (nearest). stats says which norm:
 //   [2, G, 1 or N]  of G groups of C / G channels: (x - mean) rstd norm_weight[c] + norm_bias[c],
@@ -1483,7 +1483,7 @@ typedef struct rocq_norm_stats_params {
                                 // or [1, W, H, N]: 1 / sqrt(mean over c of x^2 + eps), no moments.
                                 // Written; NULL = none
     const rocq_tensor *moments; // F32 [3, G, N]: n, mean, sum; read unless first, then written.
-                                // NULL = none; x's own are not kept
+                                // NULL = none: x is the whole picture
     const rocq_tensor *x;       // F32, F16 or BF16 [C, W, H, N]
     bool first;                 // x is the first tile
     float eps;                  // 0 = 1e-6
@@ -1594,8 +1594,7 @@ typedef struct rocq_glu_backward_params {
     rocq_activation activation;
 } rocq_glu_backward_params;
 
-// dtable[., ids[i]] += scale dy[., i], equal ids in the order of i. Rows that no id names keep what
-// they have.
+// dtable[., ids[i]] += scale dy[., i], equal ids in the order of i. Other rows are not changed.
 typedef struct rocq_gather_backward_params {
     const rocq_tensor *dtable; // F32 [K, rows], added to
     const rocq_tensor *dy;     // F32 or F16 [K, n]
@@ -1686,8 +1685,7 @@ ROCQ_DEF const char *rocq_error(const rocq_ctx *ctx);
 
 // -- context --
 
-// Opens a context. desc NULL is all defaults. On failure *ctx is NULL and desc->log has the
-// message.
+// Opens a context. desc NULL: all defaults. On failure *ctx is NULL and desc->log has the message.
 ROCQ_DEF rocq_result rocq_open(rocq_ctx **ctx, const rocq_desc *desc);
 
 // Waits for submitted work, frees every buffer and the context, and sets *ctx to NULL; does nothing
@@ -1718,8 +1716,8 @@ ROCQ_DEF void rocq_cancel(rocq_ctx *ctx);
 // that cannot capture, and on the CPU while a profile is on, the ops are run one by one. A launch
 // that fails (E_BOUNDS, E_CANCELLED) has run the ops before that. end reserves scratch memory; a
 // launch allocates only if that has grown since (the graph is then captured again). On failure end
-// sets *graph to NULL and drops the recording. free waits for submitted replays. rocq_close frees
-// graphs that are left.
+// sets *graph to NULL and drops the recording. destroy waits for submitted replays. rocq_close
+// destroys graphs that are left.
 ROCQ_DEF rocq_result rocq_graph_begin(rocq_ctx *ctx);
 ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **graph);
 ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph);
@@ -1733,7 +1731,7 @@ ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph); // twice is
 // bit those of rocq_graph_launch. Between slices other ops, copies and graphs may run, as long as
 // they leave alone what the step has still to read, and what it has written so far. E_ARGUMENT for
 // us < 0; any other failure (E_CANCELLED, E_BOUNDS, ...) ends the step, as rocq_graph_launch does.
-// No slice allocates, but as rocq_graph_launch does if scratch memory has moved.
+// A slice allocates only where rocq_graph_launch would, after scratch memory has grown.
 //     What an op is expected to take is learned from slices: each time that it runs, the
 // expectation moves halfway to the time taken. CPU: a slice ends between two ops, by the clock. It
 // exceeds us by as much as its last op exceeds its expectation; in a first step, where nothing is
@@ -2231,7 +2229,7 @@ typedef struct rocq_kv_stats {
 // memory and budget, where rope.freq_factors must be, and what its kernels cannot do.
 ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes);
 
-// On failure *kv is NULL. Must be freed before its context is closed. All memory is taken here: the
+// On failure *kv is NULL. Destroy it before its context is closed. All memory is taken here: the
 // buffer, some bytes on the host for each page and sequence, and the context's scratch that shift
 // needs. Of the calls below, those that may run ops (append, shift, fork, save, restore) are
 // E_STATE while a graph is recorded, and E_CANCELLED only before they have begun.
@@ -2308,11 +2306,12 @@ ROCQ_DEF rocq_result rocq_timer_stop(rocq_ctx *ctx, rocq_timer *timer);
 ROCQ_DEF rocq_result rocq_timer_read(rocq_ctx *ctx, rocq_timer *timer, double *ns);
 ROCQ_DEF void rocq_timer_free(rocq_ctx *ctx, rocq_timer *timer); // twice is harmless
 
-// What launching costs, of a kernel that does nothing, n times: until the call returns, until the
-// host sees it done, and per launch of a row of 32. On the CPU: a job handed to the threads, whose
-// call returns when it is done. For the time being memory is taken.
+// What the launch of a kernel that does nothing costs, over n launches; on the CPU that of an empty
+// job handed to the threads, whose call returns when it is done. Allocates n samples meanwhile.
 typedef struct rocq_launch_cost {
-    rocq_summary submit_ns, complete_ns, row_ns;
+    rocq_summary submit_ns;   // until the call returns
+    rocq_summary complete_ns; // until the host sees that it is done
+    rocq_summary row_ns;      // each of 32 launches in a row
 } rocq_launch_cost;
 ROCQ_DEF rocq_result rocq_measure_launch(rocq_ctx *ctx, int32_t n, rocq_launch_cost *cost);
 
@@ -2340,8 +2339,8 @@ typedef enum rocq_access {
 // gathered, of a cache the rows that are written, or the positions that attention reads. What only
 // device memory knows (kv_len on a GPU) is left out with its op. They add up in all regions around.
 typedef struct rocq_profile_desc {
-    int32_t max_regions;    // names, 0 = 256; each keeps
-    int32_t max_samples;    // the latest so many times, 0 = 1024, for median and percentiles
+    int32_t max_regions;    // most regions with a name and path of their own; 0 = 256
+    int32_t max_samples;    // latest times kept of each, for median and percentiles; 0 = 1024
     int32_t max_events;     // of the trace, 0 = 65536; later ones are counted, not kept
     bool host_only;         // GPU: host times alone, no events in the queue
     bool roctx;             // also mark ranges for AMD's profilers, where libroctx64 is found;
@@ -2362,8 +2361,9 @@ typedef struct rocq_region_stats {
     rocq_summary host_ns;    // over the latest samples, count: how many calls were measured. On a
                              // GPU: of submission
     rocq_summary gpu_ns;     // count 0: not timed on the GPU
-    double total_ns;         // of ops and graphs on the GPU where they were timed there; of other
-                             // regions on the host, or the GPU if longer: their end need not wait
+    double total_ns;         // of ops and graphs the GPU's time where they were timed there; of
+                             // other regions the larger of the host's and the GPU's time, since the
+                             // GPU may still be at work when the host ends the region
     double bytes, flops; // sums of what was moved and computed, those of regions inside included
     double bytes_per_s, flops_per_s;
     double share;            // of the peak that bounds it, 0 when unknown
@@ -2467,21 +2467,21 @@ typedef struct rocq_tune_result {
     double default_ns, best_ns; // medians
     double speedup;             // default_ns / best_ns, at least 1
     double bytes_per_s, flops_per_s; // at best_ns; 0 where only the GPU knows lengths
-    int32_t n_space;            // configurations there were to try, the default among them, and
-    int32_t n_tried;            // tried before the time was over
+    int32_t n_space;            // configurations that could be tried, with the default
+    int32_t n_tried;            // of those, tried before the time was over
     double spent_ms;
     bool cached;                // known already, or nothing to choose: nothing was tried
 } rocq_tune_result;
 
-// Tunes an op for the shapes and formats of these params, which run many times (their outputs are
-// overwritten), and keeps the result in the context for all ops of that shape class. A CPU context
+// Tunes an op for the shapes and formats of these params. The op is run many times and overwrites
+// its outputs; the result is kept in the context for all ops of that shape class. A CPU context
 // has nothing to tune: E_UNSUPPORTED. desc NULL is all defaults; result may be NULL. Results keep
 // their bounds of precision, but a tuned op may order its sums differently. An op of several
 // launches has each tuned, and config is the first one's. A context keeps up to 4096 results: past
 // that, E_STATE.
-//     A time is the median of samples on the device's clock, each a row of runs, taken in turn with
-// the default's. What takes over twice as long as the default is not sampled again. What fits the
-// device's caches comes from there: see rocq_tune_graph.
+//     A time is the median of samples on the device's clock, each of several runs in a row, taken
+// in turn with the default's. A configuration that takes over twice as long as the default is not
+// sampled again. Operands that fit the device's caches are read from there: see rocq_tune_graph.
 //     A class is an exact shape, but for columns over 8 (rounded up to 32, past 1024 to a power of
 // two) and positions that attention has room for (to a power of two). Attention is timed at the
 // lengths that kv_len holds.
@@ -2491,9 +2491,9 @@ ROCQ_DEF rocq_result rocq_tune(rocq_ctx *ctx, rocq_op op, const void *params,
                                const rocq_tune_desc *desc, rocq_tune_result *result);
 
 // Tunes all ops of a recorded graph, a class at a time. Up to 64 ops of a class run in turn, so
-// that a layer finds its weights where it does in a model, mostly not in caches. Ops alone are run
-// and overwrite their outputs; appends to a KV cache are not. The graph is captured again, with
-// what was found. Of result, times are sums over the ops that there was something to choose for,
+// that a layer finds its weights where it does in a model, mostly not in caches. The ops that are
+// tuned overwrite their outputs; appends to a KV cache are not run. The graph is captured again
+// with the results. In *result, times are sums over the ops that have more than one configuration,
 // and config is the first one's.
 ROCQ_DEF rocq_result rocq_tune_graph(rocq_ctx *ctx, rocq_graph *graph, const rocq_tune_desc *desc,
                                      rocq_tune_result *result);
@@ -2749,11 +2749,11 @@ enum {
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
     ROCQ_K_MATVEC_PRODUCTS = 4, // most products of the same x in one launch
     ROCQ_K_MATVEC_LOW = 1024,   // most rows of product 0 of a launch with `low`
-    // word 0 tells launches apart, three more keep what follows aligned: two sets of words
+    // see matvec_low_words: word 0, three unused ones for alignment, and two sets of t
     ROCQ_K_LOW_WORDS = 4 + 2 * ROCQ_K_MATVEC_LOW,
     ROCQ_K_MATVEC_ROW_K = 4096, // largest K of a matvec_row
-    ROCQ_K_MATVEC_LDS = 2048,   // most bytes of LDS that a matvec has, and a matvec_row
-    ROCQ_K_MATVEC_ROW_LDS = ROCQ_K_MATVEC_ROW_K / 32 * 34 + 384,
+    ROCQ_K_MATVEC_LDS = 2048, // most bytes of LDS of a matvec: two sums a row and column, a wave
+    ROCQ_K_MATVEC_ROW_LDS = ROCQ_K_MATVEC_ROW_K / 32 * 34 + 384, // x in Q8_0, sums, the norm's work
     ROCQ_K_FEW = 8,           // columns up to which a product is a matvec
     ROCQ_K_MATMUL_M = 128,    // a block of a matmul: rows of w, and below, by precision, columns
     ROCQ_K_MATMUL_F16_N = 128,
@@ -2779,8 +2779,7 @@ enum {
     ROCQ_K_CONV_LDS_128_BYTES = // those, and two patches
         128 * (ROCQ_K_CONV_LDS_STAGES * 129 + 2 * (ROCQ_K_CONV_LDS_PATCH + 1)),
     ROCQ_K_BACKWARD_TILE = 128, // k and rows of a block of matmul_backward
-    ROCQ_K_STATS_RUN = 128,   // elements of a channel that a thread of norm_stats adds up
-    ROCQ_K_DIMS = 4
+    ROCQ_K_STATS_RUN = 128    // elements of a channel that a thread of norm_stats adds up
 };
 
 // A tensor of any strides. If it is planar, it is contiguous and data is its first plane.
@@ -3238,7 +3237,7 @@ typedef struct rocq_k_conv_args {
     int32_t m, c, slices;    // slices of 64 channels of x
     int32_t group;           // channels of a group of stats
     int32_t kw, kh, kt, stride, pad_x, pad_y, past;
-    int32_t upsample;        // z is x shifted up by so many bits in both directions
+    int32_t upsample;        // position i of z is i >> upsample of x, in both directions
     int32_t z_w, z_h;
     int32_t halo;            // a patch has all kw kh taps' positions, not one tap's
     int32_t patch_w, patch_n;// its columns and positions
@@ -3883,7 +3882,7 @@ static inline uint16_t rocq__f32_to_bf16(float value) {
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// A bijection of the sum, and of the word: a change of one word always changes the checksum.
+// One to one in the sum and in the word, so a change of one word always changes the checksum.
 static inline uint64_t rocq__checksum_step(uint64_t sum, const void *bytes) {
     uint64_t word;
     memcpy(&word, bytes, sizeof word);
@@ -3926,7 +3925,7 @@ static inline bool rocq__block_of(rocq_format format, int64_t *elems, int64_t *b
 static inline int64_t rocq__bytes(rocq_format format, int64_t n) {
     int64_t elems, bytes;
     rocq__block_of(format, &elems, &bytes);
-    return (elems == 1 ? n : n / elems) * bytes; // a division takes longer than all else here
+    return (elems == 1 ? n : n / elems) * bytes; // avoids the division, which is what takes time
 }
 
 // The alignment in bytes that an element's address needs: that of the widest field of its block.
@@ -4001,9 +4000,9 @@ typedef struct rocq__stage {
     rocq__task fn;
     void *arg;
     int64_t n;     // items
-    int64_t grain; // worth a thread: if there are no more, one thread takes all
-    int64_t together; // that a thread takes at once where it can, though it be more than an eighth
-                      // of its share: see rocq__team_share_out
+    int64_t grain; // items that are worth a thread: a stage of no more runs on one thread
+    int64_t together; // items that a thread should take at once, even if they are more than an
+                      // eighth of its share, because it reads them in one stream; 0 = no wish
     // Runs alone before the items, or NULL. It does what depends on the contents of tensors: it
     // checks them, and may change n (0: no items), grain and together.
     rocq_result (*begin)(rocq_ctx *ctx, struct rocq__stage *stage);
@@ -4023,7 +4022,8 @@ typedef pthread_cond_t rocq__cond;
 #endif
 #endif
 
-// Cache lines, of up to 128 bytes, are kept apart by so much.
+// Padding between fields that different threads write, so that they are in different cache lines
+// (no false sharing). Cache lines have up to 128 bytes.
 enum { ROCQ__APART = 128 };
 
 // What is left of one thread's share of the open stage: the stage's number, and the first and the
@@ -4094,7 +4094,7 @@ struct rocq_ctx {
     int64_t *plan_bytes;   // rocq_plan_begin's: bytes that ops raise instead of running; or NULL
     rocq_graph *graphs;    // list of all graphs of the context
     bool has_simd;   // AVX2 with FMA and F16C, or NEON
-    bool has_avx_vnni; // never without has_simd; nor is
+    bool has_avx_vnni; // this and has_avx512 are never set without has_simd
     bool has_avx512; // F, BW, DQ, VL and VNNI
     bool quiet; // failures are not logged: in rocq_supports and in a rocq__attempt
     rocq_stats stats;
@@ -4200,7 +4200,7 @@ static void rocq__print_number(rocq__output *out, double value, int width, int d
     rocq__print(out, "%*.*s", width, length, text);
 }
 
-#if ROCQ__HAS_PROFILE // which alone writes JSON
+#if ROCQ__HAS_PROFILE // only the profile writes strings from the program to JSON
 
 static void rocq__print_bytes(rocq__output *out, const char *text, int64_t size) {
     if (!out->failed && size > 0) out->failed = !out->write(text, size, out->user);
@@ -4819,20 +4819,21 @@ ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor) {
 // ---------------------------------------------------------------------------------------------
 // >>threads: the stages of an op, or of a whole step, shared by the threads of a context
 // ---------------------------------------------------------------------------------------------
-// rocq__team_run runs a list of stages, one after the other. A stage that is worth it is opened:
-// its items may run at once, in chunks, of which each thread has an equal share. A thread that is
-// through with its own share takes half of what is left of another's; so one that is late, because
-// another program has its core, finds nothing left to do. Whoever finishes the last chunk goes on:
-// it runs the small stages that follow, and opens the next large one. No thread is in charge, and
-// none waits for another, only for chunks that are being worked on. Where all tasks of a team run
-// on one thread, one after the other, as a job system may choose to (rocq_desc.run_tasks), the
-// first does all.
+// rocq__team_run runs a list of stages, one after the other (work stealing within each). A stage of
+// more than a grain is opened: its items may run concurrently, in chunks, of which each thread has
+// an equal share. A thread that has used up its own share steals half of what is left of another's,
+// so a thread that is late, because another program has its core, holds nobody up. The thread that
+// finishes the last chunk runs the small stages that follow and opens the next large one. No thread
+// is in charge, and none waits for a particular other one, only for chunks that have been begun. If
+// a job system (rocq_desc.run_tasks) runs all tasks of a team on one thread, one after the other,
+// the first task does all the work.
 //
-// What this costs is cache lines that go from core to core, at 50 to 250 ns each: for a stage, one
-// with the stage, one to count chunks down, and one for each look at another thread's share.
+// The cost is cache lines that move from core to core, at 50 to 250 ns each: per stage one line
+// with the stage, one with the count of chunks, and one for each look at another thread's share.
 
-// Atomics. All are sequentially consistent but rocq__store32, of which only release is needed.
-// seq_cst: a sleeper sets `asleep`, then rechecks; a producer publishes, then reads `asleep`.
+// Atomics. All are sequentially consistent but rocq__store32, which is a release: going to sleep
+// needs that order. A sleeper sets `asleep`, then looks again for work; a producer publishes work,
+// then reads `asleep`. So at least one of the two sees what the other wrote.
 #if defined(__GNUC__) || defined(__clang__)
 static inline int64_t rocq__fetch_add64(int64_t *p, int64_t v) {
     return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
@@ -4922,7 +4923,8 @@ static inline void rocq__spin_unlock(int32_t *lock) { rocq__store32(lock, 0); }
 
 // -- waiting --
 
-// Whether a thread that has seen that stage still has to wait; inside: not if all stages are done.
+// Whether no stage has been opened since the stage `seen`. inside: the thread is in rocq__team_run,
+// whose wait also ends when all stages are done.
 static inline bool rocq__team_idle(rocq__team *team, int64_t seen, bool inside) {
     return rocq__load64(&team->open) == seen && !(inside && !rocq__load32(&team->running));
 }
@@ -4973,7 +4975,8 @@ static void rocq__team_next(rocq__team *team, int32_t thread) {
             stage->fn(stage->arg, 0, stage->n, thread);
             continue;
         }
-        // At the end a thread waits for one chunk at most: that is 1/64 of its share, or little.
+        // At the end of a stage threads wait for chunks that others have begun. So a chunk is 1/64
+        // of a thread's share, but at least a quarter of a grain, to be worth handing out.
         const int64_t small = ROCQ__MAX(stage->grain / 4, 1), most = 64 * n_threads;
         team->fn = stage->fn;
         team->arg = stage->arg;
@@ -5023,7 +5026,8 @@ static inline int64_t rocq__team_left(const rocq__team *team, int64_t word, int6
 }
 
 // Takes the back half of what another thread has left, as this thread's own. The compare-and-swap
-// fails unless that is still so: the stage cannot be over.
+// succeeds only if the other share is unchanged; then its chunks are still to be done, so the stage
+// cannot be over.
 static bool rocq__team_steal(rocq__team *team, int64_t open, int32_t thread) {
     const int32_t n_threads = team->ctx->desc.n_threads;
     for (int32_t i = 1; i < n_threads;) {
@@ -5043,9 +5047,9 @@ static bool rocq__team_steal(rocq__team *team, int64_t open, int32_t thread) {
     return false;
 }
 
-// Runs what there is to do for this thread, and returns the last stage that it has seen. It takes
-// several chunks together, whose items are neighbours in memory: an eighth of a share or what the
-// stage asks for, but no more than half of what it has left.
+// Runs chunks until there are none for this thread, and returns the number of the last stage that
+// it has seen. It takes several neighbouring chunks at once: an eighth of a share, or as many as
+// the stage asks for (together), but no more than half of what it has left.
 static int64_t rocq__team_share_out(rocq__team *team, int32_t thread) {
     int64_t *own = &team->shares[thread].left, n_done = 0;
     for (;;) {
@@ -5074,9 +5078,10 @@ static int64_t rocq__team_share_out(rocq__team *team, int32_t thread) {
     }
 }
 
-// Small stages between large ones take some microseconds, for which a thread spins. Then it yields
-// between spins, since a thread that it waits for may need its core. After SPIN_NS, which is longer
-// than from one op to the next, or than a draw between two tokens, it sleeps: waking takes longer.
+// A thread without work spins for the microseconds that small stages between large ones take. Then
+// it yields between spins, since a thread that it waits for may need its core. After SPIN_NS it
+// sleeps. That is longer than the time between two ops, or than the draw between two tokens,
+// because waking a thread takes longer than such a gap.
 enum { ROCQ__SPINS = 250, ROCQ__SPIN_NS = 50000 };
 
 // Takes part until all stages are done (inside), or until the team's threads are to end.
@@ -5113,8 +5118,7 @@ static void rocq__team_task(void *arg, int32_t i) {
 }
 
 // Runs stages, and returns when all are done: after a `begin` that failed, or with E_CANCELLED if
-// rocq_cancel is called and call is not NULL, no more is started. call: what an error message
-// names.
+// rocq_cancel is called and call is not NULL, no more is started. call: its name in messages.
 static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *stages,
                                   int32_t n_stages) {
     rocq__team *team = &ctx->team;
@@ -5143,8 +5147,7 @@ static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *
     return team->result;
 }
 
-// Runs fn over 0 .. n, on all threads if n > grain, and returns when all is done. rocq_cancel does
-// not stop it.
+// Runs fn over 0 .. n, on all threads if n > grain, until all is done, even after rocq_cancel.
 static void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task fn, void *arg) {
     rocq__stage stage = {fn, arg, n, grain, 0, NULL};
     rocq__team_run(ctx, NULL, &stage, 1);
@@ -5233,12 +5236,11 @@ enum {
     ROCQ__MOST_PRODUCTS = 16, // in a chain; the bound also ends a chain that is a cycle
     ROCQ__PLAN_STAGES = 2 + ROCQ__MOST_PRODUCTS, // of one op; the most such a chain has
     ROCQ__PLAN_BYTES = 25600, // of one op
-    // Handing a chunk to a thread that spins costs 0.2 microseconds; to one that sleeps, 5 and
-    // more.
+    // Handing a chunk to a thread that spins costs 0.2 microseconds; to one that sleeps, over 5.
     ROCQ__WORTH_STEP = 16384,
     ROCQ__WORTH_OP = 65536,
-    // So many multiplications of a thread with neighbouring rows of a matrix read it in long
-    // streams (rocq__mm_column_sums), and take some 40 microseconds where it comes from memory.
+    // So many multiplications of a thread are neighbouring rows of a matrix that are read as one
+    // long stream (rocq__mm_column_sums), which takes some 40 microseconds from memory.
     ROCQ__WORTH_TOGETHER = 1 << 20
 };
 
@@ -5265,7 +5267,7 @@ static rocq__stage *rocq__plan_stage(rocq__plan *plan, rocq__task fn, void *arg,
     return stage;
 }
 
-// Pages are touched by all threads, so that the system maps them before they are needed.
+// All threads touch the pages (rocq__touch_task), so that page faults happen before they are used.
 enum { ROCQ__PAGE = 4096 };
 
 typedef struct rocq__pages {
@@ -5298,7 +5300,7 @@ typedef struct rocq__fields {
     uint8_t q[256];
 } rocq__fields;
 
-// The choices an encoder has: value = d sc level[q] - dmin mn, sc and mn in the ranges given.
+// What an encoder may choose from: value = d sc level[q] - dmin mn, sc and mn in the ranges given.
 typedef struct rocq__grid {
     int32_t n, group;      // elements of a block and of a group
     int32_t q_lo, q_hi;    // the levels are the integers of this range,
@@ -6012,7 +6014,8 @@ ROCQ__NOINLINE void rocq__scaled(float *__restrict dst, const float *__restrict 
     for (int32_t i = 0; i < n; i++) dst[i] = (x[i] - offset) * factor;
 }
 
-// Importance as weights from 0 to 1, and never quite 0: unimportant values get sane levels too.
+// Importance scaled to weights from 0 to 1, plus a little, so that the level nearest to the value
+// is chosen for values without importance too.
 static void rocq__weights(float *__restrict dst, const float *__restrict w, int32_t n) {
     float top = 0;
     for (int32_t i = 0; i < n && w; i++) top = ROCQ__MAX(top, w[i]);
@@ -6251,9 +6254,10 @@ static void rocq__refit(const rocq__search *search, const rocq__sums *k, float m
     }
 }
 
-// Step 1 for a group. Starts move its largest value (without a min, its peak) from beyond the last
-// level inwards, and with a min its smallest outwards. Of about equal fits the first is taken, so
-// that groups that are alike end up alike. A single scale is rounded to F16 here, as it is stored.
+// Step 1 for a group. Starts place its largest value (without a min, its peak) from some levels
+// beyond the last level inwards, and with a min its smallest value from inside outwards. A later
+// start must be better by 0.5%, so that similar groups get similar fits. The scale of a block of
+// one group is rounded to F16 here, as it is stored.
 static void rocq__fit(rocq__search *search, int32_t g) {
     const rocq__grid *grid = search->grid;
     const float *x = search->x + g * grid->group, *w = search->w + g * grid->group;
@@ -6323,9 +6327,9 @@ typedef struct rocq__start {
 } rocq__start;
 
 // Step 2. A candidate for d puts the largest s at the end of the range of sc, or up to half the
-// range inside it, and is then moved by least squares for the sc that result. The best n are kept,
-// and the best dmin is found for each from a like spread, without the least squares. With mins, d
-// is also tried rounded up, because a min can make up for a scale that is too large.
+// range inside it, and is then moved by least squares for the sc that result. The best n are kept.
+// For each, dmin is found among candidates spread in the same way, without the least squares. With
+// mins, d is also tried rounded up, because a min can make up for a scale that is too large.
 static void rocq__find_starts(const rocq__search *search, rocq__start *starts, int32_t n) {
     const rocq__grid *grid = search->grid;
     const float end = (float)(grid->sc_lo < 0 ? grid->sc_lo : grid->sc_hi);
@@ -6701,8 +6705,9 @@ struct rocq_gguf {
     int64_t alignment;
     int64_t data_start; // offset in the file from which tensor offsets count
     rocq__gguf_index values, tensors;
-    // A model in several files is the first of them, which owns the others. Offsets that the caller
-    // sees go through all of them in a row; metadata but for split.* is in the first alone.
+    // A model in several files is represented by the first, which owns the others. Offsets that the
+    // caller sees are those in the files laid one behind the other ("the row"). Metadata but for
+    // split.* is in the first alone.
     rocq_gguf **others; // [n_others]
     int32_t n_others;
     int64_t base;     // where this file begins in the row
@@ -6730,7 +6735,7 @@ static int64_t rocq__gguf_type_size(uint32_t type) {
 // The tensor types of GGUF that are not in ROCQ_FORMATS, so that messages can name what is not read
 // here. Ids and names are those of enum ggml_type in ggml's ggml.h; some occur in old files only.
 #define ROCQ__OTHER_TYPES(X)                                                                      \
-    X(4, Q4_2) X(5, Q4_3) X(9, Q8_1) X(15, Q8_K) X(24, I8) X(25, I16) X(27, I64) X(28, F64)       \
+    X(4, Q4_2) X(5, Q4_3) X(9, Q8_1) X(15, Q8_K) X(25, I16) X(27, I64) X(28, F64)                 \
     X(31, Q4_0_4_4) X(32, Q4_0_4_8) X(33, Q4_0_8_8) X(36, IQ4_NL_4_4) X(37, IQ4_NL_4_8)           \
     X(38, IQ4_NL_8_8) X(41, Q1_0)
 
@@ -7372,7 +7377,7 @@ static rocq_result rocq__gguf_split(const rocq_gguf *file, const char *key, int6
     return result == ROCQ_E_NOT_FOUND ? ROCQ_OK : result;
 }
 
-// Opens file i of n at path, which it becomes number i of the row, and checks that it is that one.
+// Opens the file at desc->path, appends it to the row, and checks that it is file i of n.
 static rocq_result rocq__gguf_open_other(rocq_gguf *file, const rocq_gguf_desc *desc, int32_t i,
                                          int32_t n) {
     char why[256];
@@ -7408,7 +7413,7 @@ static rocq_result rocq__gguf_open_other(rocq_gguf *file, const rocq_gguf_desc *
 
 // Where the file at path is the first of several, opens the others.
 static rocq_result rocq__gguf_open_others(rocq_gguf *file, const rocq_gguf_desc *desc) {
-    enum { SUFFIX = 24, MOST = 9999 };
+    enum { MOST = 9999 };
     rocq_ctx *ctx = file->ctx;
     const size_t length = strlen(desc->path);
     int64_t count, number, tensors;
@@ -7427,7 +7432,7 @@ static rocq_result rocq__gguf_open_others(rocq_gguf *file, const rocq_gguf_desc 
                           "open the first", desc->path, (long long)number + 1, (long long)count);
     }
     snprintf(suffix, sizeof suffix, "-00001-of-%05d.gguf", (int)count);
-    if (length < SUFFIX - 4 || strcmp(desc->path + length - strlen(suffix), suffix) != 0) {
+    if (length < strlen(suffix) || strcmp(desc->path + length - strlen(suffix), suffix) != 0) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf: '%s' is the first of %d files of a model, "
                           "but its name does not end in %s", desc->path, (int)count, suffix);
     }
@@ -7830,7 +7835,7 @@ static rocq_result rocq__entry_init(rocq_ctx *ctx, const char *op, const rocq_gg
     if (!found->known) return rocq__gguf_unread(ctx, op, name.text, found->type_id);
     const rocq_gguf *holder = rocq__gguf_holder(file, found->offset);
     if (holder->whole && ctx->backend == ROCQ_BACKEND_CPU && !copy) {
-        // The cast drops const, as rocq_buffer has none; ops do not write to their inputs.
+        // The cast drops const, which rocq_buffer does not have; ops do not write to their inputs.
         void *data = (void *)(uintptr_t)(holder->head + (found->offset - holder->base));
         const rocq_buffer view = rocq_buffer_from_host(data, found->size);
         const rocq_result result =
@@ -8090,8 +8095,7 @@ static rocq_result rocq__file_failed(rocq_ctx *ctx, const char *path, int error)
 
 enum { ROCQ__TEMPORARY = 24 }; // bytes that the temporary file's name may add to the path
 
-// Creates the temporary file under the first name that is free: PATH.part, PATH.part1 to
-// PATH.part99.
+// Creates the temporary file: the first of PATH.part, PATH.part1 to PATH.part99 that is free.
 static bool rocq__file_open_temporary(rocq_file *file) {
     const size_t room = strlen(file->path) + ROCQ__TEMPORARY;
     errno = EEXIST;
@@ -8745,12 +8749,13 @@ static rocq__choice rocq__product_choice(const rocq_ctx *ctx, rocq_backend backe
     return rocq__columns_choice(ctx, backend, p->precision, w->format, p->x->ne[1]);
 }
 
-// The same for the product by expert. On a GPU few pairs of a token and an expert are a matvec
-// each, in INT8 or F32, while more are sorted into tiles, which have F16 alone.
+// On a GPU few pairs of a token and an expert are a matvec each, in INT8 or F32, while more are
+// sorted into tiles, which have F16 alone.
 static bool rocq__experts_few(const rocq_experts_params *p) {
     return p->ids->ne[0] * p->ids->ne[1] <= ROCQ__MAX(2 * p->w->ne[2], p->ids->ne[0]);
 }
 
+// As rocq__product_choice, for the product by expert.
 static rocq__choice rocq__experts_choice(const rocq_ctx *ctx, rocq_backend backend,
                                          const rocq_experts_params *p) {
     const int64_t columns = rocq__experts_few(p) ? 1 : ROCQ_K_FEW + 1;
@@ -8816,7 +8821,7 @@ static double rocq__nmse_bound(rocq_precision precision) {
 //   sqrt                    lane by lane
 //   swap                    of each two neighbours
 //   round                   to the nearest integer, halves to even
-//   pow2                    2^k for integers k from -126 to 127
+//   pow2                    2^k for integers k from -126 to 128, where it is infinity
 //   zero_below              v, but 0 in the lanes where x < limit
 //   sum                     of the lanes: ((0 + 4) + (1 + 5)) + ((2 + 6) + (3 + 7))
 //   sum4                    of each of four: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), to out[4]
@@ -9118,9 +9123,10 @@ ROCQ__V8 void rocq__v8_load_row(const rocq_format format, const int n_vectors, r
     }
 }
 
-// Eight elements at a time: F16, BF16, Q8_0 and Q4_0, the formats of activations and KV caches, in
-// one go, others from codes that their decoder leaves in L1. Compilers may fuse the multiplication
-// and the subtraction, with the same result: where there is a min, products have at most 22 bits.
+// Eight elements at a time. F16, BF16, Q8_0 and Q4_0, the formats of activations and KV caches, go
+// straight to floats; for others unpack writes codes to a buffer in L1 first. Compilers may fuse
+// the multiplication and the subtraction without changing the result: where there is a min,
+// products have at most 22 bits, so they are exact.
 static ROCQ__SIMD void rocq__decode_simd(rocq_format format, float *dst, const void *src,
                                          int64_t n) {
     const unsigned char *bytes = (const unsigned char *)src;
@@ -9179,8 +9185,8 @@ static inline void rocq__decode(bool simd, rocq_format format, float *dst, const
 }
 
 // -- exp, tanh and what is made of them --
-// The two forms below do the same operations in the same order, all of them rounded as IEEE 754
-// says: they have the same bits, so that INT8 products keep theirs through the epilogue.
+// The scalar and the vector form do the same operations in the same order, all of them rounded as
+// IEEE 754 says, so they give the same bits. The epilogue of INT8 products needs that.
 
 static const float rocq__exp_term[5] = {0.00139262131f, 0.00836320315f, 0.0416665561f, 0.166665763f,
                                         0.5f};
@@ -9191,8 +9197,8 @@ static inline float rocq__clamp(float x, float least, float most) { // NaN stays
     return x < least ? least : x > most ? most : x;
 }
 
-// exp(x) = 2^k (1 + p): returns p = e^r - 1 of r = x - k ln(2), which is ln(2) / 2 at most, from a
-// polynomial that is off by 1.1e-8 of e^r, and sets *power to 2^k. x in [LEAST, MOST], not NaN.
+// exp(x) = 2^k (1 + p): returns p = e^r - 1 with r = x - k ln(2), |r| <= ln(2) / 2, from a
+// polynomial with an error of 1.1e-8 e^r at most. *power: 2^k. x in [LEAST, MOST], not NaN.
 static float rocq__exp_parts(float x, float *power) {
     const float k = rintf(x * 1.44269504f);
     // ln(2) in two parts, the first short enough that its products with k are exact
@@ -9223,7 +9229,8 @@ static float rocq__tanh1(float x) {
 // SILU and the tanh form of GELU are x / (1 + exp(-(linear x + cubic x^3))): 1 + tanh(u), as
 // 2 / (1 + exp(-2 u)), does not cancel for negative x.
 static float rocq__gate1(float x, float linear, float cubic) {
-    const float slope = fmaf(ROCQ__MIN(x * x, 1e30f), cubic, linear); // 0 inf is NaN
+    // The minimum keeps the square finite: with cubic 0, 0 times infinity would be NaN.
+    const float slope = fmaf(ROCQ__MIN(x * x, 1e30f), cubic, linear);
     return x / (1.0f + rocq__exp1(-(x * slope)));
 }
 
@@ -9282,7 +9289,6 @@ ROCQ__V8 rocq__v8 rocq__v8_exp_parts(rocq__v8 x, rocq__v8 *power) {
     return rocq__v8_fma(e, rocq__v8_mul(r, r), r);
 }
 
-// Clamps as rocq__clamp does.
 ROCQ__V8 rocq__v8 rocq__v8_clamp(rocq__v8 x, float least, float most) {
     return rocq__v8_min(rocq__v8_set1(most), rocq__v8_max(rocq__v8_set1(least), x));
 }
@@ -9332,8 +9338,8 @@ static ROCQ__SIMD int64_t rocq__sigmoid_simd(float *x, int64_t n) {
     return i;
 }
 
-// max(0, v) returns v where that is NaN, as the scalar form does, but also where it is -0, of which
-// the scalar form makes 0: adding 0 does so here.
+// max(0, v) returns v where v is NaN, as the scalar form does, but also where v is -0, which the
+// scalar form turns into 0: adding 0 does that here.
 static ROCQ__SIMD int64_t rocq__relu_simd(float *x, int64_t n) {
     const rocq__v8 zero = rocq__v8_set1(0.0f);
     int64_t i = 0;
@@ -9366,7 +9372,6 @@ static ROCQ__SIMD int64_t rocq__gate_slope_simd(float *g, const float *x, float 
 
 #endif
 
-// x = activation(x)
 static void rocq__activate_row(bool simd, rocq_activation activation, float *x, int64_t n) {
     int64_t i = activation == ROCQ_ACT_IDENTITY ? n : 0;
 #if ROCQ__HAS_V8
@@ -9411,7 +9416,6 @@ static void rocq__softcap_row(bool simd, float cap, float *x, int64_t n) {
 
 // -- rows with rows --
 
-// x += y, element by element
 static void rocq__add_scalar(float *x, const float *y, int64_t n) {
     for (int64_t i = 0; i < n; i++) x[i] += y[i];
 }
@@ -9421,12 +9425,10 @@ static void rocq__scale_scalar(float *y, const float *x, float factor, int64_t n
     for (int64_t i = 0; i < n; i++) y[i] = factor * x[i];
 }
 
-// x *= y
 static void rocq__multiply_scalar(float *x, const float *y, int64_t n) {
     for (int64_t i = 0; i < n; i++) x[i] *= y[i];
 }
 
-// y += factor x
 static void rocq__add_scaled_scalar(float *y, const float *x, float factor, int64_t n) {
     for (int64_t i = 0; i < n; i++) y[i] += factor * x[i];
 }
@@ -9473,9 +9475,9 @@ static ROCQ__SIMD void rocq__multiply_simd(float *x, const float *y, int64_t n) 
 //   1. each column of x is converted once, into scratch memory: to F32, or to int8 blocks of 32;
 //   2. w is decoded eight rows (a panel) and one segment of K at a time, into a buffer that stays
 //      in L1, and multiplied there with every column of a tile. INT8 takes two panels (a pair) at
-//      once, with AVX-512 all four pairs of a tile and half a segment; a lone INT8 column is
-//      multiplied while AVX2 or AVX-512 decodes, without the buffer. Float rows that few columns
-//      read are used in place;
+//      once, with AVX-512 all four pairs of a tile and half a segment. Two cases skip the buffer: a
+//      lone INT8 column is multiplied with codes in registers, right after they are decoded (a
+//      pass; AVX2 and AVX-512), and float rows that few columns read are used in place;
 //   3. the sums of a tile go through the epilogue into y.
 // A sum runs over K in one order, whatever n, the tile and the thread are, so those never change a
 // bit of a result. INT8 gives the same bits with and without SIMD: the sum of a group is an exact
@@ -9548,8 +9550,8 @@ typedef struct rocq__mm_rows {
     int64_t row_ahead;        // not 0: a pass prefetches so many bytes ahead in each row
     const rocq__codec *codec; // INT8 only: w's,
     int64_t n_blocks;         // and the segment's blocks per row
-    rocq__take_book take_book; // AVX2, of a format with a codebook,
-    const void *book;          // and that
+    rocq__take_book take_book; // AVX2, formats with a codebook: unpacks a block
+    const void *book;          // and the codebook, one of rocq__books
 } rocq__mm_rows;
 
 // Decodes the rows into rows first to first + 7 of the pair.
@@ -9575,7 +9577,7 @@ typedef struct rocq__mm {
     const struct rocq__mm *adapter; // a product of floats whose sums are added to these, or NULL
     rocq_precision precision; // resolved
     bool simd, avx512, avx_vnni;
-    rocq__take_book take_book;
+    rocq__take_book take_book; // see rocq__mm_rows
     const void *book;
     int64_t n;          // columns that share one matrix of w: those of all its batches of x
     int64_t n_matrices; // of w
@@ -9618,8 +9620,8 @@ ROCQ__SIMD static void rocq__round_f16_simd(float *v, int64_t n) {
 }
 #endif
 
-// Codes -127 .. 127 of 32 values; the scale is returned. Blocks too small for 1 / scale are zero,
-// and one infinity or NaN makes the scale NaN, so that it reaches y.
+// Codes -127 .. 127 of 32 values; the scale is returned. Blocks so small that 1 / scale would
+// overflow are zero, and one infinity or NaN makes the scale NaN, so that y shows it.
 static float rocq__quantize_32(int8_t *code, const float *v) {
     uint32_t top = 0; // the bits of |v| order as |v| does, NaN on top
     for (int i = 0; i < 32; i++) top = ROCQ__MAX(top, rocq__f32_bits(v[i]) & 0x7fffffffu);
@@ -9805,10 +9807,10 @@ static void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *
 #else
 #define ROCQ__UNROLL_PARTS
 #endif
-// Compilers regroup a chain of integer adds into a tree at its end, or move all loads to its start;
-// the terms then wait in memory for want of registers, at half the speed.
+// An optimization barrier. Without it compilers regroup a chain of integer adds into a tree at its
+// end, or move all loads to its start; the terms then spill to memory, at half the speed.
 #define ROCQ__KEEP_ORDER(v) __asm__("" : "+x"(v))
-// Loaded once into a register, not anew by every instruction that has it as an operand.
+// Keeps a value in a register, so that it is not loaded anew by every instruction that uses it.
 #define ROCQ__KEEP_512(v) __asm__("" : "+v"(v))
 
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) {
@@ -9817,10 +9819,11 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) 
     return _mm256_set1_epi32(four);
 }
 
-// Adds the products of four codes of each row to a group's sums; q numbers the group's fours. The
-// byte dot takes its first operand as unsigned. With depth > 0 the decoder has raised w's codes by
-// the format's offset, so that none is negative (rocq__mm_group.offset undoes that), and depth pair
-// sums fit one int16. With depth 0 the codes of w are signed, and their signs move over to x.
+// Adds the products of four codes of each row to a group's sums; q is the number of these four
+// codes in the group. maddubs takes its first operand as unsigned and adds two products to an
+// int16. With depth > 0 the decoder has added an offset to w's codes, so that none is negative
+// (rocq__mm_group.offset undoes that), and `depth` such sums can be added in int16 before they are
+// widened. With depth 0 the codes of w are signed: |w| is multiplied with sign(w) x.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_4_avx2(__m256i *dot, __m256i *pairs,
                                                             __m256i w, __m256i four, const int q,
                                                             const int depth) {
@@ -10017,7 +10020,8 @@ ROCQ__TARGET_AVX512 static void rocq__raise_codes(rocq__mm_pair *pair, int64_t k
     }
 }
 
-// Four columns at a time; the last ones by two, but for one that is missing.
+// Four columns at a time, and the last one or two as a pair. Where a column is missing, the last is
+// multiplied again (rocq__dot_columns_avx2).
 #define ROCQ__DOT_INT8(name, quads, depth)                                                        \
     ROCQ__TARGET_AVX2 static void rocq__dot_int8_##name(float (*sums)[ROCQ__MM_TILE_M],           \
                                                         const rocq__mm_tile *tile) {              \
@@ -10109,8 +10113,8 @@ ROCQ__DOT_SCALAR(dot_f32_fused, fmaf)
 #undef ROCQ__ADD_PRODUCT
 #undef ROCQ__DOT_SCALAR
 
-// Prefetches what is read `ahead` bytes after `at`. With one column a core mostly waits for memory:
-// on a Xeon it reads 14 GB/s with this, 10 without.
+// Prefetches the cache line `ahead` bytes after `at`. With one column a core mostly waits for
+// memory: on a Xeon it reads 14 GB/s with this, 10 without.
 #define ROCQ__FETCH(at, ahead) \
     __builtin_prefetch((const void *)((uintptr_t)(at) + (uintptr_t)(ahead)))
 #define ROCQ__FETCH_L2(at, ahead) \
@@ -10233,7 +10237,8 @@ ROCQ__TARGET_AVX512 static void rocq__dot_panel_4(float (*out)[ROCQ__MM_ROWS], c
     rocq__dot_panel(out, panel, k, column, 4);
 }
 
-// Takes the next columns of `left`, and returns their number. column has six addresses.
+// Multiplies the next six or four of `left` columns, and returns how many of them count. column has
+// six addresses.
 static int64_t rocq__dot_panel_some(float (*out)[ROCQ__MM_ROWS], const float *panel, int64_t k,
                                     const float *const *column, int64_t left) {
     const bool six = left > 8 || left == 6 || left == 5; // 8 are four and four
@@ -10388,8 +10393,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__pow2_avx2(__m256i k) {
     return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, tiny, is_tiny));
 }
 
-// Where a decoder puts one block of each of eight rows: into a panel, or into the dot products with
-// a single column.
+// Where a decoder puts a block of each of eight rows: a panel, or the sums of a single column.
 typedef struct rocq__sink {
     float (*scale)[ROCQ__MM_PAIR];  // of each group, as min is: the first eight
     float (*min)[ROCQ__MM_PAIR];
@@ -10402,8 +10406,8 @@ typedef struct rocq__sink {
     __m256 sum;
 } rocq__sink;
 
-// In place of the depth of a dot. The byte dot instruction adds four products to 32 bits: that of
-// AVX-512 VNNI, and that of AVX-VNNI, which has an encoding of its own.
+// Values that stand in place of the depth of a dot: decode into a panel, or use the byte dot
+// instruction, which adds four products to 32 bits. AVX-VNNI has an encoding of its own for it.
 enum { ROCQ__PANEL = -1, ROCQ__AVX512_VNNI = -2, ROCQ__AVX_VNNI = -3 };
 
 // Adds the products of unsigned w and signed x. As assembly, because a function for AVX2 cannot
@@ -10922,9 +10926,10 @@ ROCQ__BLOCK_AVX2(nvfp4) {
     }
 }
 
-// Of a format with a codebook, the numbers of a block's entries and its signs are unpacked first,
-// 32 bytes at once: those of all rows, since each is one long chain. Then 32 codes of each row are
-// looked up in rocq__books and multiplied.
+// For a format with a codebook, the numbers of a block's entries and its signs are unpacked first,
+// 32 bytes at once, for all eight rows before any is used: within a row each step depends on the
+// one before, so only different rows overlap. Then 32 codes of each row are looked up in
+// rocq__books and multiplied.
 
 struct rocq__book_block {
     uint16_t entry[64]; // of element 8 k on, or of 4 k on with IQ3
@@ -11415,7 +11420,7 @@ ROCQ__BLOCK_AVX512(q6_K) {
     X(NVFP4, nvfp4, 12, 4)  \
     X(MXFP6_E2M3, mxfp6_e2m3, 0, 0)
 
-// The formats with a codebook: the type of its entries, and its name in rocq__books.
+// The formats with a codebook: X(NAME, name, the kind of its entries, its name in rocq__books).
 #define ROCQ__MM_BOOK(X)                 \
     X(IQ1_S, iq1_s, iq1, iq1)            \
     X(IQ1_M, iq1_m, iq1, iq1)            \
@@ -11425,9 +11430,9 @@ ROCQ__BLOCK_AVX512(q6_K) {
     X(IQ3_XXS, iq3_xxs, fours, iq3_xxs)  \
     X(IQ3_S, iq3_s, fours, iq3_s)
 
-// Those whose pass has forms for the byte dot instruction: with 1024 rows of 1024 in cache they are
-// 1.15 to 1.5 times as fast (Sapphire Rapids). Others gain 12% at most, and would take as much more
-// time to compile.
+// The formats whose pass is also compiled for the byte dot instruction: with 1024 rows of 1024 in
+// cache that is 1.15 to 1.5 times as fast (Sapphire Rapids). Other formats gain 12% at most, not
+// worth the time to compile them.
 #define ROCQ__MM_VNNI(X)    \
     X(Q8_0, q8_0, 0, 0)     \
     X(Q3_K, q3_K, 4, 4)     \
@@ -11435,14 +11440,14 @@ ROCQ__BLOCK_AVX512(q6_K) {
     X(IQ4_NL, iq4_nl, 0, 0) \
     X(IQ4_XS, iq4_xs, 0, 0)
 
-// Those that 64-byte vectors decode into a whole pair.
+// The formats that 64-byte vectors decode into both panels of a pair at once.
 #define ROCQ__MM_FILL(X) \
     X(Q4_0, q4_0)        \
     X(Q8_0, q8_0)        \
     X(Q4_K, q4_K)        \
     X(Q6_K, q6_K)
 
-// Those with a pass of 64-byte vectors, and how many blocks it takes at a time.
+// The formats with a pass of 64-byte vectors, and how many blocks it takes at a time.
 #define ROCQ__MM_WIDE(X) \
     X(Q4_0, q4_0, 2)     \
     X(Q4_K, q4_K, 1)     \
@@ -11463,10 +11468,10 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm
     }
 }
 
-// What a pass prefetches while it multiplies the bytes of n_rows rows that are `at` into each.
-// Where row_ahead is 0, it goes ahead in the order of memory, whatever row that is: the fewest
-// lines. Else each row is prefetched, past its end at the start of the row that follows in its
-// place.
+// What a pass prefetches while it multiplies `bytes` bytes of n_rows rows, `at` bytes into each. If
+// row_ahead is 0 the rows lie one behind the other and it prefetches as many consecutive bytes
+// further on, whatever rows they belong to: the fewest cache lines. Else it prefetches row_ahead
+// bytes ahead in each row and, past its end, in the row at its place in the next panel.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_next(const rocq__mm_rows *rows, int64_t at,
                                                             const int64_t bytes,
                                                             const int n_rows) {
@@ -11528,9 +11533,9 @@ ROCQ__WIDE void rocq__pass_avx512(float *sums, const rocq__mm_tile *tile,
     _mm512_storeu_ps(sums, to.sum);
 }
 
-// One block of each of the 16 rows into a pair, of which `group` is the first group. The codes are
-// raised so that none is negative. The F16 that a small block begins with is taken with the bytes
-// behind it.
+// Decodes one block of each of the 16 rows into a pair, from group `group` on. 128 is added to
+// signed codes, so that none is negative. The F16 that a small block begins with is loaded together
+// with the bytes behind it.
 #define ROCQ__FILL_AVX512(name)                                         \
     ROCQ__WIDE void rocq__fill_##name##_avx512(                         \
         rocq__mm_pair *to, int64_t group, const unsigned char *row, int64_t stride)
@@ -11702,10 +11707,8 @@ ROCQ__ENTRIES(eights)
 ROCQ__ENTRIES(fours)
 ROCQ__ENTRIES(iq1)
 #undef ROCQ__ENTRIES
-#endif
 
-#if ROCQ__HAS_AVX2
-// Those of AVX-512 that multiply several columns. is_signed: the codes, once decoded.
+// The AVX-512 kernels that multiply several columns. is_signed: decoded codes may be negative.
 static void rocq__mm_choose_vnni(rocq__mm *mm, bool is_signed) {
     if (mm->group == 32) {
         mm->dot = mm->has_min ? rocq__dot_pair_group32_min : rocq__dot_pair_group32;
@@ -11726,7 +11729,6 @@ static void rocq__mm_choose_vnni(rocq__mm *mm, bool is_signed) {
 }
 #endif
 
-// Chooses the kernels for INT8.
 static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     const rocq__codec *codec = rocq__codec_of(mm->w->format);
     mm->group = codec->group;
@@ -11792,10 +11794,9 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
 #endif
 }
 
-// Chooses the kernels that multiply floats.
 static void rocq__mm_choose_float(rocq__mm *mm) {
     const rocq_format format = mm->w->format;
-    // An adapter of an INT8 product has the bits of SIMD too.
+    // INT8 products give the same bits with and without SIMD, and so must their adapters.
     mm->dot_f32 = mm->is_adapter ? rocq__dot_f32_fused : rocq__dot_f32;
 #if ROCQ__HAS_V8
     rocq__mm_dot_float f16 = rocq__dot_f16_simd, bf16 = rocq__dot_bf16_simd;
@@ -11919,15 +11920,14 @@ enum {
     ROCQ__LORA_AHEAD = 2048             // bytes of B that are prefetched
 };
 
-// Prefetches rows of B, which is so short that it ends before the processor's own prefetcher has
-// recognised the stream.
+// Prefetches rows of B: of a matrix too short for the processor's prefetcher to see the stream.
 static inline void rocq__mm_fetch_lora(const unsigned char *row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) ROCQ__FETCH(row, i);
 }
 
 #if ROCQ__HAS_V8
-// The whole panels of rocq__mm_adapt for a lone column, with the same bits: a rank is so short that
-// setting up each panel took longer than its products. Returns the rows that are done.
+// Does the whole panels of rocq__mm_adapt for a lone column, with the same bits: K is the rank, so
+// short that setting up each panel took longer than its products. Returns how many rows are done.
 ROCQ__V8 int64_t rocq__adapt_column(const rocq__mm *b, const rocq_format format, int64_t m,
                                     int64_t n_rows, const float *t, float *sums) {
     const unsigned char *row = rocq__row(b->w, m, 0, 0);
@@ -12036,11 +12036,11 @@ static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matri
                           int64_t n_rows, const unsigned char *columns, int64_t n, bool few) {
     const rocq_tensor *w = mm->w;
     const bool pairs = mm->precision == ROCQ_PRECISION_INT8;
-    // Three pairs take longer one by one than as a tile with a fourth that nobody reads.
+    // Three pairs one by one take longer than a tile of four whose last pair is not used.
     const bool whole = mm->wide_dot && n_rows > ROCQ__MM_TILE_M / 2;
     const int64_t step = whole ? ROCQ__MM_TILE_M : pairs ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
     const int64_t n_padded = (n_rows + step - 1) / step * step;
-    // What a tile's pairs have of a segment would fill L1 alone.
+    // All pairs of a tile over a whole segment would leave no room for x in L1.
     const int64_t segment = whole ? ROCQ__MM_SEGMENT / 2 : ROCQ__MM_SEGMENT;
     const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
     const unsigned char *first_row = rocq__row(w, m, matrix % w->ne[2], matrix / w->ne[2]);
@@ -12086,10 +12086,10 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
 // The sums of a single column, by the pass, with any number of rows: all of K at once.
 //
 // Many rows are read in as many streams as a pass has rows: of 160 rows, say, the first pass takes
-// rows 0, 9, 18 ... 135, the second rows 1, 10, 19 ..., and what is left goes in order. A stream is
-// contiguous, so that the processor's prefetchers follow it from row to row; of neighbours that a
-// page holds they follow none. The number of rows from stream to stream is odd: those a multiple of
-// 4 KiB apart would share few sets of L1.
+// rows 0, 9, 18 ... 135, the second rows 1, 10, 19 ..., and what is left goes in order. So each
+// stream is contiguous from pass to pass, and the processor's prefetchers follow it; they do not
+// follow several streams within one page, as neighbouring rows would be. Streams are an odd number
+// of rows apart: if they were a multiple of 4 KiB apart, they would share few sets of L1.
 static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix, int64_t m,
                                  int64_t n_rows, const unsigned char *column) {
     const rocq_tensor *w = mm->w;
@@ -12113,9 +12113,10 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
         rows.stride = apart * stride;
         rows.ahead = (apart > 1 ? 1 : n) * stride; // the next rows
         rows.row_ahead = streams ? (int64_t)ROCQ__MM_STREAM_AHEAD : 0;
-        // A panel of short rows is over before memory answers. With L2 fetched further ahead, rows
-        // of 576 stream 1.2 to 1.3 times as fast on Sapphire Rapids (Zen 3: no gain); what is in L2
-        // already is read 5 to 10% slower, so not where a thread's share is hardly longer.
+        // A panel of short rows is done before a prefetch of the next one can arrive from memory.
+        // With a prefetch into L2 further ahead, rows of 576 stream 1.2 to 1.3 times as fast on
+        // Sapphire Rapids (Zen 3: no gain). But what is in L2 already is read 5 to 10% slower, so
+        // it is not used where a thread's share is hardly longer than that (mm->fetch_l2).
         rows.l2_ahead =
             mm->fetch_l2 && rows.ahead < ROCQ__MM_L2_AHEAD ? (int64_t)ROCQ__MM_L2_AHEAD : 0;
         for (int64_t p = 0; p < apart; p++) {
@@ -12153,8 +12154,8 @@ static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t t
     }
 }
 
-// How many items, each of so many multiplications, a thread takes together: enough for long streams
-// where there are streams. Else larger parts only make threads on slower cores end later.
+// How many items of `work` multiplications a thread takes together: enough for long streams
+// (rocq__mm_column_sums). Without streams larger parts only make slow threads end later.
 static int64_t rocq__mm_together(const rocq__mm *mm, int64_t work) {
     return mm->pass && mm->avx512 ? ROCQ__WORTH_TOGETHER / work : 0;
 }
@@ -12231,9 +12232,9 @@ static bool rocq__mm_same_columns(const rocq__mm *a, const rocq__mm *b) {
            a->has_min == b->has_min && v->ne[2] == w->ne[2] && v->ne[3] == w->ne[3];
 }
 
-// A product of a chain. With w2 it is two: `other` writes w2 x to scratch memory as F32, and `main`
-// multiplies by that. Then every chunk of panels goes through both. y in Q8_0 is written in F32
-// too, and cast afterwards.
+// A product of a chain. With w2 it is two: for each chunk of panels `other` writes w2 x to scratch
+// memory as F32, then `main` multiplies its own result by that. y in Q8_0 is first written to
+// scratch memory as F32, and cast in a stage of its own.
 typedef struct rocq__mm_product {
     rocq__mm main, other, adapters[2];
     rocq_matmul_params main_params, other_params;
@@ -12253,12 +12254,13 @@ typedef struct rocq__mm_chain {
     rocq__mm_product *products;
 } rocq__mm_chain;
 
-// With a cast (rocq__map) for each product. Fails to compile if a plan has no room for that.
+// Fails to compile if a plan has no room for the longest chain, with a cast (rocq__map) a product.
 typedef char rocq__mm_chain_fits[
     sizeof(rocq__mm_chain) + ROCQ__MOST_PRODUCTS * (sizeof(rocq__mm_product) + 96) <=
             ROCQ__PLAN_BYTES ? 1 : -1];
 
-// Adds n bytes of scratch memory; what does not fit an int64 cannot be allocated either.
+// Adds n bytes of scratch memory to *bytes and returns where they begin. On overflow *bytes becomes
+// INT64_MAX, which no allocation can satisfy.
 static int64_t rocq__mm_room(int64_t *bytes, int64_t n) {
     const int64_t at = *bytes;
     if (!rocq__round_up(n, 64, &n) || !rocq__add(at, n, bytes)) *bytes = INT64_MAX;
@@ -12291,8 +12293,8 @@ static void rocq__mm_lay_adapter(rocq__mm_chain *chain, rocq__mm *mm, rocq__mm *
     mm->adapter = adapter;
 }
 
-// Fills in all but addresses in scratch memory, of which it returns the bytes. products has room
-// for the chain.
+// Plans all products of a chain but for addresses in scratch memory, and returns the bytes that
+// they need there. products has room for the chain.
 static int64_t rocq__mm_lay(rocq__mm_chain *chain, rocq__mm_product *products, const rocq_ctx *ctx,
                             const rocq_matmul_params *p) {
     int64_t bytes = 0, floats;
@@ -12476,7 +12478,7 @@ static ROCQ__SIMD int64_t rocq__store_f16_simd(unsigned char *dst, const float *
 }
 #endif
 
-// Writes elements [first, first + n) of a row; src is not the row itself, but where format is F32.
+// Writes elements [first, first + n) of a row. src may be the row itself only if format is F32.
 static void rocq__store(bool simd, rocq_format format, unsigned char *row, int64_t first,
                         const float *src, int64_t n) {
     unsigned char *dst = row + rocq__bytes(format, first);
@@ -12554,9 +12556,11 @@ static float rocq__max_scalar(const float *x, int64_t n) {
 
 #if ROCQ__HAS_V8
 
+// Before a tail call from AVX to SSE code gcc 12 leaves vzeroupper out, without which every SSE
+// instruction that follows is several times slower.
 #if ROCQ__HAS_AVX2
-#define ROCQ__END_SIMD() _mm256_zeroupper() // gcc 12 leaves it out before a tail call, and SSE
-#else                                       // code then crawls
+#define ROCQ__END_SIMD() _mm256_zeroupper()
+#else
 #define ROCQ__END_SIMD() ((void)0)
 #endif
 
@@ -12693,16 +12697,16 @@ static void rocq__hadamard(bool simd, float *v, int64_t size, int64_t n) {
 // merged in order afterwards. Tiles and splits start at fixed positions: results depend neither on
 // the number of threads nor on how large the cache is.
 //
-// There are two ways through a tile. A few rows take a dot product with each key and add each value
-// up, and K and V may stay as they are stored. Many rows are two matrix products over decoded K and
-// V, with queries in the lanes of S^T = K Q^T, so that the softmax needs no sums across lanes, and
-// elements of values in those of O += P V.
+// A tile is computed in one of two ways. For a few rows, each takes a dot product with each key and
+// adds up weighted values, reading K and V as they are stored where it can. For many rows there are
+// two matrix products over decoded K and V: S^T = K Q^T has queries in the lanes of a vector, so
+// that the softmax needs no sums across lanes, and O += P V has elements of a value there.
 
 enum {
     ROCQ__ATTEND_ROWS = 48,   // most query rows of a tile, a multiple of LANES and SIX
     ROCQ__ATTEND_KEYS = 48,   // KV positions per tile, a multiple of SIX
     ROCQ__ATTEND_SPLIT = 192, // KV positions per split, a multiple of the tile
-    ROCQ__ATTEND_FEW = 8,     // so many query rows are few
+    ROCQ__ATTEND_FEW = 8,     // most query rows that are computed as few
     ROCQ__ATTEND_LANES = 16,  // queries, or elements of values, that a product takes at once;
                               // with AVX-512 up to four times as many
     ROCQ__ATTEND_SIX = 6      // keys, or queries, that it takes
@@ -12716,19 +12720,19 @@ typedef struct rocq__attend {
     int64_t n_rows;    // query rows per KV head: group n_q
     int64_t tile_rows; // rows in one item; of several tiles a multiple of LANES
     int64_t n_tiles;
-    int64_t n_splits;  // of the longest sequence; at most
-    int64_t most_splits;
+    int64_t n_splits;  // of the longest sequence, by its kv_len
+    int64_t most_splits; // n_splits if it had all n_kv positions
     int64_t worth;     // rocq__plan.worth
     int64_t pitch;     // floats from row to row in scratch
-    int64_t stride;    // floats from row to row of scores, and of q where they are columns
+    int64_t stride;    // rows that scratch has room for: tile_rows, or ROCQ__ATTEND_ROWS for many
     int64_t local;     // floats of scratch per thread
     int64_t partial;   // floats per row of a split's result: m, l, acc
     int64_t hadamard;  // B of ROCQ_LAYOUT_HADAMARD
     float scale;
     bool as_is;        // k and v are not decoded first
-    bool many;         // rows are many: lanes of vectors
-    bool wide;         // of 64 bytes
-    int64_t rows;      // that these two take at once:
+    bool many;         // rows are many: two matrix products
+    bool wide;         // in vectors of 64 bytes
+    int64_t rows;      // of few rows, how many these two take at once:
     void (*dots)(const float *const *q, const void *const *k, int64_t n_keys, int64_t n,
                  float *const *score);
     void (*values)(float *const *acc, const float *keep, const void *const *v,
@@ -12771,8 +12775,8 @@ static void rocq__values_scalar(float *const *acc, const float *keep, const void
 
 #if ROCQ__HAS_V8
 
-// The same for two or four rows, which share what it costs to widen a key, with 8 / rows keys at a
-// time, so that all sums stay in registers. A row's bits are the same in both.
+// The same for two or four rows, for which a key is widened once, with 8 / rows keys at a time, so
+// that all sums stay in registers. A row's result has the same bits with two and with four.
 ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *const *q,
                          const void *const *k, int64_t n_keys, int64_t n, float *const *score) {
     const int step = 8 / rows;
@@ -13063,7 +13067,8 @@ static inline const void *rocq__attend_line(const rocq__attend *a, const rocq__a
     return dst;
 }
 
-// A KV head's rows may be too far apart for the hardware to prefetch them, and V's are read across.
+// In software, because a KV head's rows may be too far apart for the hardware's prefetcher, and V's
+// are read a few elements of each row at a time.
 static inline void rocq__attend_prefetch(const rocq__attend_rows *rows, int64_t row) {
     for (int64_t i = 0; i < rows->bytes; i += 64) ROCQ__PREFETCH(rows->base + row * rows->step + i);
 }
@@ -13084,8 +13089,9 @@ static void rocq__attend_scores(const rocq__attend *a, int64_t n, const void **l
     }
 }
 
-// Adds the values at line to acc, and their keys' scores to m and l. Rows that see all of them
-// share the loads of V; else each goes alone, with spare rows that take part in nothing.
+// Updates m, l and acc by the scores of n_keys keys and their values at line. If all rows that a
+// kernel takes see all keys, they share the loads of V. Else each is computed alone, and the
+// kernel's other rows are local->spare, whose results are not used.
 static void rocq__attend_sums(const rocq__attend *a, int64_t n, const void *const *line,
                               int64_t n_keys, bool all_visible, const rocq__attend_local *local) {
     static const float none[ROCQ__ATTEND_KEYS] = {0};
@@ -13143,11 +13149,11 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *it
 
 // -- many rows --
 
-// c[i] = keep[i] c[i] + sum over k of a[i a_row + k a_step] b[k b_step], for SIX rows c[i] and b[k]
-// of LANES floats; keep may be NULL, which counts as 0. With AVX2 a row is two vectors, and the
-// twelve sums stay in registers. A step of k takes eight loads (six broadcasts of a, two vectors of
-// b) for twelve multiply-adds. A core issues two of each a cycle, so the multiply-adds are the
-// limit.
+// c[i] = keep[i] c[i] + sum over k of a[i a_row + k a_step] b[k b_step], where c[i], for i < SIX,
+// and b[k] are rows of LANES floats; keep may be NULL, which counts as 0. With AVX2 a row is two
+// vectors, and the twelve sums stay in registers. A step of k takes eight loads (six broadcasts of
+// a, two vectors of b) for twelve multiply-adds. A core issues two of each a cycle, so it is bound
+// by the multiply-adds.
 typedef struct rocq__attend_product {
     const float *a, *b, *keep;
     float *c;
@@ -13193,8 +13199,8 @@ static ROCQ__SIMD void rocq__attend_multiply_simd(const rocq__attend_product *p)
 
 #if ROCQ__HAS_AVX2
 // The same with n_vectors of 16 lanes. A core multiplies two vectors of 64 bytes in the time of one
-// load: with two vectors a product waits for its loads, which are eight for twelve; with four they
-// are ten for 24.
+// load. So with two vectors, eight loads for twelve multiplications, it is bound by loads; with
+// four there are ten loads for 24.
 ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__attend_multiply_wide(
     const rocq__attend_product *p, const int n_vectors) {
     const int64_t a_row = p->a_row, a_step = p->a_step, b_step = p->b_step;
@@ -13377,7 +13383,6 @@ static bool rocq__attend_masked(const rocq__attend *a, const rocq__attend_item *
     return true;
 }
 
-// As rocq__attend_tile, for many rows.
 static void rocq__attend_tile_many(const rocq__attend *a, const rocq__attend_item *item,
                                    int64_t begin, int64_t end,
                                    const rocq__attend_local *local) {
@@ -13435,7 +13440,8 @@ static void rocq__attend_tile_many(const rocq__attend *a, const rocq__attend_ite
     }
 }
 #endif
-// Loads the rows of q, scaled and, if K is kept so, times H; clears m, l and acc.
+
+// Loads the rows of q, scaled and, if K is in ROCQ_LAYOUT_HADAMARD, times H; clears m, l and acc.
 static void rocq__attend_start(const rocq__attend *a, const rocq__attend_item *item,
                                const rocq__attend_local *local) {
     const int64_t pitch = a->pitch;
@@ -13481,8 +13487,8 @@ static void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32_t
             end = ROCQ__MIN(end, (split + 1) * ROCQ__ATTEND_SPLIT);
         }
         rocq__attend_start(a, &rows, &local);
-        // [lo_last, hi_first) is what all rows see. Tiles of few rows end there too, so that most
-        // need no bias.
+        // All rows see [lo_last, hi_first). For few rows, tiles also end at these two positions, so
+        // that most tiles are seen by all rows and need no bias.
         for (int64_t first = begin, last; first < end; first = last) {
             last = ROCQ__MIN(first - first % ROCQ__ATTEND_KEYS + ROCQ__ATTEND_KEYS, end);
 #if ROCQ__HAS_V8
@@ -13562,7 +13568,7 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     a->many = a->simd && a->tile_rows > ROCQ__ATTEND_FEW;
     a->wide = a->many && ctx->has_avx512;
     a->stride = a->tile_rows;
-    if (a->many) { // an odd number of cache lines: a power of two would map rows to few sets of L1
+    if (a->many) { // an odd number of 64-byte lines, so that rows do not share few sets of L1
         a->stride = ROCQ__ATTEND_ROWS;
         a->pitch = (a->head_dim + 15) / 16 * 16 | 16;
     }
@@ -13588,7 +13594,6 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     return bytes;
 }
 
-// What depends on the contents of kv_len and page_table.
 static rocq_result rocq__attend_check(rocq_ctx *ctx, const rocq__attend *a) {
     const rocq_attention_params *p = a->p;
     for (int64_t seq = 0; seq < a->n_seqs; seq++) {
@@ -13618,7 +13623,7 @@ static int64_t rocq__scratch_attention_cpu(const rocq_ctx *ctx, const void *para
     return rocq__attend_plan(ctx, p, &a);
 }
 
-// How many items there are follows from the lengths.
+// Sets the number of items, which follows from kv_len.
 static rocq_result rocq__attend_begin(rocq_ctx *ctx, rocq__stage *stage) {
     rocq__attend *a = (rocq__attend *)stage->arg;
     int64_t longest = 0;
@@ -13676,7 +13681,6 @@ static inline int64_t rocq__n_rows(const rocq_tensor *t) {
     return t->ne[1] * t->ne[2] * t->ne[3];
 }
 
-// The scratch bytes of an op that takes none.
 static int64_t rocq__scratch_none_cpu(const rocq_ctx *ctx, const void *params) {
     (void)ctx;
     (void)params;
@@ -14277,8 +14281,9 @@ static void rocq__plan_argmax_cpu(rocq__plan *plan, rocq_op op, const void *para
 
 enum {
     ROCQ__DRAW = 64,       // tokens of a strip
-    ROCQ__DRAW_BINS = 256, // of top-p, by a logit's distance from the top: eight for one of 1
-    ROCQ__DRAW_PARTS = 8   // of top-p, that have sums of their own
+    ROCQ__DRAW_BINS = 256, // of top-p's histogram of logits by their distance from the top: eight
+                           // bins for a distance of 1
+    ROCQ__DRAW_PARTS = 8   // most parts of top-p, each with a histogram of its own
 };
 
 typedef struct rocq__candidate {
@@ -14361,8 +14366,8 @@ static ROCQ__TARGET_AVX512 float rocq__weigh_avx512(float *weight, const float *
 }
 #endif
 
-// The bin of each logit of a strip, less 128. It never falls from one logit to a lower one, and the
-// last bin has what is farther away, NaN too.
+// The bin of each logit of a strip, less 128, which makes it an int8. A lower logit never has a
+// lower bin; the last bin has all that are farther away, and NaN.
 static void rocq__bin_scalar(int8_t *bin, const float *x, float top) {
     for (int i = 0; i < ROCQ__DRAW; i++) {
         const float distance = (top - x[i]) * 8.0f, most = (float)(ROCQ__DRAW_BINS - 1);
@@ -14388,10 +14393,10 @@ static inline uint64_t rocq__mix(uint64_t z) { // splitmix64's finisher
     return z ^ (z >> 31);
 }
 
-// Quickselect: the candidate at which the weights, summed in that order, reach target. A weight is
-// exp(logit - top), or 1 with count. Reorders list; n > 0. The pivot stands where a hash of n says:
-// in the middle it would be the best of all logits that rise and then fall, or the last of those
-// that fall and then rise, round after round, and n candidates would take n^2 steps.
+// Quickselect: the candidate at which the weights, summed in the order of rocq__before, reach
+// target. A weight is exp(logit - top), or 1 with count. Reorders list; n > 0. The place of the
+// pivot is a hash of n: with the middle one, logits that rise and then fall would give the largest
+// as the pivot in every round, and n candidates would take n^2 steps.
 static rocq__candidate rocq__select(rocq__candidate *list, int64_t n, float top, bool count,
                                     double target) {
     double front = 0.0; // weight of what stands before list
@@ -14418,7 +14423,7 @@ static rocq__candidate rocq__select(rocq__candidate *list, int64_t n, float top,
         if (sum >= target || m == n - 1) return pivot;
         front = sum;
         list += m;
-        n -= m + 1; // the pivot was the last one
+        n -= m + 1; // the pivot stands behind the rest, at list[n]
     }
     return list[0];
 }
@@ -14597,8 +14602,8 @@ static void rocq__draw_bins_task(void *arg, int64_t part, int64_t end, int32_t t
     }
 }
 
-// Of the candidates up to the cut, the one at which the weights reach their share p. Sums by
-// distance tell in which bin that is; only that one is searched.
+// Of the candidates up to the cut, the one at which the cumulative weight reaches the share p of
+// all. The histogram tells in which bin that is; only that bin is searched.
 static rocq__candidate rocq__draw_top_p(const rocq__drawing *a, double p) {
     enum { LAST = ROCQ__DRAW_BINS - 1, MIDDLE = ROCQ__DRAW_BINS / 2 };
     const int64_t size = rocq__draw_part(a->n_strips);
@@ -14698,8 +14703,9 @@ static rocq_result rocq__sample_draw(rocq_ctx *ctx, rocq__stage *stage) {
     (void)ctx;
     if (!(p->temperature > 0.0f)) return ROCQ_OK;
     for (int64_t s = 0; s < a->n_strips; s++) total += (double)a->sum[s];
-    // front repeats the additions of total, so it passes target; where the product was rounded up
-    // to total, and where a strip's own sum was rounded, the last token with any weight is drawn.
+    // front repeats the additions of total, so it passes target, unless target was rounded up to
+    // total; then, and if rounding makes a strip's tokens sum to less than its own sum, the last
+    // token with any weight is drawn.
     const double target = rocq__uniform(p->seed, p->step) * total;
     int64_t strip = 0, token = 0;
     for (int64_t s = 0; s < a->n_strips && front <= target; s++) {
@@ -15146,8 +15152,7 @@ static void rocq__plan_experts_cpu(rocq__plan *plan, rocq_op op, const void *par
 
 // -- shortconv --
 
-// An item is so many channels of a sequence, whose tokens are taken in order.
-enum { ROCQ__SHORTCONV_STRIP = 64 };
+enum { ROCQ__SHORTCONV_STRIP = 64 }; // channels that an item takes through a sequence's tokens
 
 typedef struct rocq__shortconv {
     const rocq_shortconv_params *p;
@@ -15693,8 +15698,8 @@ static ROCQ__SIMD void rocq__conv_strip_simd(float *sums, const rocq__conv_runs 
 #endif
 
 #if ROCQ__HAS_AVX2
-// Two panels at once: one panel of 16 channels is a single vector, and six dependent chains of FMAs
-// are fewer than two units with a latency of 4 clocks need.
+// Two panels at once: a panel of 16 channels is a single vector, and with one panel there would be
+// six chains of dependent FMAs, where two units with a latency of 4 clocks need eight.
 ROCQ__TARGET_AVX512 static void rocq__conv_strip_avx512(float *sums, const rocq__conv_runs *runs,
                                                         const int64_t *at) {
     const float *w = runs->w, *next_w = w + runs->next_w, *z = runs->z;
@@ -15907,7 +15912,11 @@ typedef struct rocq__norm_stats {
     float *local;            // per thread: [3, C], and a chunk of x decoded
 } rocq__norm_stats;
 
-enum { ROCQ__STATS_CHUNK = 64, ROCQ__STATS_FLOATS = 4096, ROCQ__STATS_BAND = 65536 };
+enum {
+    ROCQ__STATS_CHUNK = 64,    // most positions of a chunk
+    ROCQ__STATS_FLOATS = 4096, // most elements of a chunk, if it has several positions
+    ROCQ__STATS_BAND = 65536   // elements of a band, about, so that bands are worth a thread
+};
 
 static rocq__norm_stats rocq__norm_stats_of(const rocq_norm_stats_params *p) {
     rocq__norm_stats a;
@@ -15917,7 +15926,7 @@ static rocq__norm_stats rocq__norm_stats_of(const rocq_norm_stats_params *p) {
     a.eps = p->eps > 0.0f ? p->eps : 1e-6f;
     a.n_groups = (p->stats ? p->stats : p->moments)->ne[1];
     a.group = n / a.n_groups;
-    // At most 256 bands, of about ROCQ__STATS_BAND floats or more, so that merging takes no time.
+    // At most 256 bands, so that merging them takes no time.
     const int64_t rows = 1 + ROCQ__STATS_BAND / ROCQ__MAX(n * p->x->ne[1], 1);
     a.n_bands = ROCQ__MIN((p->x->ne[2] + rows - 1) / rows, 256);
     a.chunk = ROCQ__MIN(ROCQ__MAX(floats / n, 1), most);
@@ -16217,11 +16226,10 @@ static void rocq__plan_pixels_cpu(rocq__plan *plan, rocq_op op, const void *para
 // one by one: so neither the tile nor the thread changes a bit of it.
 
 enum {
-    ROCQ__OUTER_ROWS = 240, // of a tile, at most; b is decoded once for each tile of rows
-    ROCQ__OUTER_K = 256,    // the same of k: a multiple of every block
-    ROCQ__OUTER_R = 128,    // of a segment: so much of a is 120 KiB, a quarter of an L2
-    // Rows of a, and panels of b, are not a power of two apart, or they would compete for the same
-    // few sets of L1.
+    ROCQ__OUTER_ROWS = 240, // most rows of a tile; b is decoded once for each tile of rows
+    ROCQ__OUTER_K = 256,    // most k of a tile, a multiple of every block
+    ROCQ__OUTER_R = 128,    // r of a segment: a's part of it is 120 KiB, a quarter of an L2
+    // Rows of a and panels of b are not a power of two apart, which would use few sets of L1.
     ROCQ__OUTER_A = ROCQ__OUTER_R + 16,
     ROCQ__OUTER_B = (ROCQ__OUTER_R + 1) * ROCQ__CONV_PANEL
 };
@@ -16321,7 +16329,6 @@ static void rocq__outer_load_b(const rocq__outer *o, rocq__outer_work *work,
     }
 }
 
-// The epilogue of a tile.
 static void rocq__outer_finish(const rocq__outer *o, rocq__outer_work *work,
                                const rocq__outer_tile *t) {
     const int64_t n = t->n_k, panel = ROCQ__CONV_PANEL;
@@ -16487,8 +16494,8 @@ static rocq_attention_params rocq__attention_forward(const rocq_attention_backwa
 }
 
 enum {
-    ROCQ__ATTEND_ITEMS = 16,   // as many items as there should be,
-    ROCQ__ATTEND_MOST_SUMS = 8 // but at most so many for a KV head
+    ROCQ__ATTEND_ITEMS = 16,   // items that there should be at least, to keep threads busy
+    ROCQ__ATTEND_MOST_SUMS = 8 // most items of a KV head
 };
 
 typedef struct rocq__attend_back {
@@ -16807,7 +16814,7 @@ typedef struct rocq__norm_backward {
     float *sums; // [K, 2, n_shares]: dweight and dbias of each share
 } rocq__norm_backward;
 
-enum { ROCQ__NORM_SHARES = 64, ROCQ__NORM_SHARE_ROWS = 8 }; // at most, and at least
+enum { ROCQ__NORM_SHARES = 64, ROCQ__NORM_SHARE_ROWS = 8 }; // most shares; least rows of one
 
 static int64_t rocq__norm_shares(const rocq_norm_backward_params *p) {
     const int64_t most = ROCQ__NORM_SHARES, rows = ROCQ__NORM_SHARE_ROWS;
@@ -16824,7 +16831,6 @@ static int64_t rocq__scratch_norm_backward_cpu(const rocq_ctx *ctx, const void *
     return bytes;
 }
 
-// A strip of a row.
 typedef struct rocq__norm_strip {
     const float *dy, *x, *weight, *residual; // the last two may be NULL
     float *dx, *dweight, *dbias;
@@ -17064,9 +17070,9 @@ typedef struct rocq__gather_backward {
     float scale;
 } rocq__gather_backward;
 
-enum { ROCQ__GATHER_COLUMNS = 64 };
+enum { ROCQ__GATHER_COLUMNS = 64 }; // elements of each row that an item takes
 
-// A thread takes some columns of all rows, so that equal ids are added in their order.
+// An item has some elements of all rows of dy, so that equal ids are added in their order.
 static void rocq__gather_backward_task(void *arg, int64_t i, int64_t i_end, int32_t thread) {
     const rocq__gather_backward *a = (const rocq__gather_backward *)arg;
     const rocq_tensor *dtable = a->p->dtable, *dy = a->p->dy;
@@ -17105,8 +17111,8 @@ static void rocq__plan_gather_backward_cpu(rocq__plan *plan, rocq_op op, const v
 }
 
 // -- cross_entropy --
-// A column is read once for its largest logit and the sum of exponentials, which is scaled down
-// where a strip has a larger one, and once more for the gradient.
+// A column is read once for its largest logit and the sum of exponentials (which is scaled down
+// whenever a strip has a larger logit than those before), and once more for the gradient.
 
 typedef struct rocq__cross_entropy {
     const rocq_cross_entropy_params *p;
@@ -17239,7 +17245,8 @@ typedef struct rocq__grad_norm {
     double *squares;         // [n_shares]
 } rocq__grad_norm;
 
-enum { ROCQ__GRAD_SHARES = 1024, ROCQ__GRAD_SHARE = 32 * ROCQ__STRIP }; // at most, and at least
+// Most shares of a gradient, and the least elements of one.
+enum { ROCQ__GRAD_SHARES = 1024, ROCQ__GRAD_SHARE = 32 * ROCQ__STRIP };
 
 static rocq__grad_norm rocq__grad_norm_of(const rocq_grad_norm_params *p) {
     rocq__grad_norm a;
@@ -17338,10 +17345,11 @@ static void rocq__adamw_scalar(const rocq__adamw_rates *a, float *w, float *m, f
 }
 
 // Quantizes a strip of m, or if `second` the roots of a strip of v, to codes with a scale set by
-// the largest magnitude. Before a code is rounded, u between -1/2 and 1/2 is added: i phi + dither
-// less the nearest integer, with phi the golden ratio. As dither grows by phi a step, u is spread
-// evenly over the steps, so a value is right on average; without it, a change of less than half a
-// code would be lost in every step. A root that is not 0 does not become 0, as m is divided by it.
+// the largest magnitude, with dithering: before a code is rounded, u from -1/2 to 1/2 is added,
+// which is i phi + dither less the nearest integer (phi: the golden ratio). dither grows by phi
+// from step to step, so u is spread evenly over the steps and a value is right on average; without
+// it, a change of less than half a code would be lost in every step. A root that is not 0 does not
+// become 0, as m is divided by it.
 static void rocq__moment_encode_scalar(int8_t *code, float *scale, const float *x, bool second,
                                        float dither, int64_t n) {
     const float levels = second ? 255.0f : 127.0f, least = second ? -128.0f : -127.0f;
@@ -17631,7 +17639,7 @@ static rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op) {
 #define ROCQ__HIP_LINKED() ((const rocq_hip *)NULL)
 #endif
 
-// Copies a string. If it is too long its beginning is left out: the end of a path tells most.
+// Copies a string. If it is too long its beginning is left out, since the end of a path says most.
 static void rocq__copy_end(char *to, size_t size, const char *from) {
     const size_t length = strlen(from), kept = ROCQ__MIN(length, size - 1);
     memcpy(to, from + length - kept, kept + 1);
@@ -17795,10 +17803,10 @@ static rocq_result rocq__hip_try(rocq_ctx *ctx, rocq__gpu *gpu, const char *name
         rocq__hip_tried(ctx, ROCQ_LOG_WARN, name, "has no %s", missing);
         return ROCQ_E_NO_RUNTIME;
     }
-    // From its first call on, a runtime may have threads that run its code and destructors that its
-    // threads will call, so that it cannot be unloaded safely: it stays, used or not. hipInit comes
-    // first: any other first call initialises as well, but AMD's hipRuntimeGetVersion drops the
-    // error of that, and a later hipInit no longer reports it.
+    // After its first call a runtime may have threads that run its code and thread-local
+    // destructors, so it cannot be unloaded safely: it stays, used or not. hipInit has to be the
+    // first call. Another one would initialise too, but AMD's hipRuntimeGetVersion drops the error
+    // of that, and a later hipInit no longer reports it.
     int version = 0;
     const int error = gpu->loaded.init(0);
     const int no_version = gpu->loaded.version(&version);
@@ -18639,6 +18647,14 @@ static rocq_result rocq__upload_memory(rocq_ctx *ctx, const rocq_tensor *dst, co
     return rocq__upload_hip(ctx, &source, &entry);
 }
 
+// Uploads to an address on the device, whatever tensors lie there.
+static rocq_result rocq__upload_bytes(rocq_ctx *ctx, uint64_t address, const void *src,
+                                      int64_t size) {
+    rocq_tensor bytes;
+    memset(&bytes, 0, sizeof bytes);
+    bytes.buffer = rocq_buffer_from_device(address, size);
+    return rocq__upload_memory(ctx, &bytes, src, size);
+}
 // Makes the ring of a load. Its copies have a stream of their own, so that the context's stream
 // repacks meanwhile, unless the runtime's streams cannot wait for each other.
 static rocq_result rocq__load_ring(rocq__loading *load, const rocq__entry *entries,
@@ -18693,8 +18709,7 @@ static rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *src,
     const int64_t n = (size + most - 1) / most;
     ROCQ__TRY(rocq__ring_init(ctx, ring, ROCQ__PIECE, ROCQ__PIECES));
     for (int64_t i = 0; i < n + in_flight - 1; i++) {
-        const int64_t k =
-            i - (in_flight - 1); // the piece to take out while those after it are copied
+        const int64_t k = i - (in_flight - 1); // taken out while the pieces after it are copied
         if (i < n) {
             unsigned char *piece;
             const int64_t bytes = ROCQ__MIN(most, size - i * most);
@@ -18744,8 +18759,8 @@ static double rocq__bus_bytes(const rocq_ctx *ctx, double bytes) {
     return bytes * ROCQ__MAX(rocq__chip_of(ctx)->bytes_per_us / bus, 1.0);
 }
 
-// Microseconds that work is estimated to take, at half of each peak rate. Where products take the
-// kernels named _lds, the matrix unit is that much faster.
+// Microseconds that work is estimated to take, at half of each peak rate. Chips that take the
+// kernels named _lds (Hopper) have a matrix unit four times as fast as matrix_per_us says.
 static double rocq__estimate_us(const rocq__gpu *gpu, rocq__cost cost) {
     const double rate = gpu->chip.lds_tiles ? 4.0 : 1.0;
     const double work = (cost.flops - cost.matrix) / gpu->chip.flops_per_us +
@@ -18833,8 +18848,8 @@ static rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void 
 
 enum { ROCQ__KIND_MATVEC, ROCQ__KIND_TILES, ROCQ__KIND_ATTENTION, ROCQ__KINDS };
 
-// All that a rule looks at besides the chip. Each kind uses some of the fields; the
-// others are 0, so that memcmp compares sites.
+// All that a rule looks at besides the chip. Each kind uses some of the fields; the others are 0,
+// so that memcmp compares sites.
 typedef struct rocq__site {
     int32_t kind;
     int32_t format, format2; // of w, -1 if there are several; attention: of k and of v
@@ -18871,8 +18886,8 @@ typedef struct rocq__joined {
 } rocq__joined;
 
 // One run of an op's body. To plan an op, the same body runs without an address for scratch memory
-// and launches nothing: so a plan always agrees with the run. After the first failure the rest of
-// the body has no effect.
+// and launches nothing, so a plan always agrees with the run. After the first failure (result) the
+// rest of the body has no effect.
 typedef struct rocq__job {
     rocq_ctx *ctx;
     rocq_op op;
@@ -19110,8 +19125,7 @@ static bool rocq__aligned16(const rocq_tensor *t) {
     return (uintptr_t)rocq__device_data(t) % 16 == 0;
 }
 
-// Whether the rows of a float tensor are at one distance throughout and readable 16 bytes at a
-// time.
+// Whether the rows of a float tensor are at equal distances and readable 16 bytes at a time.
 static bool rocq__wide_rows(const rocq_tensor *t) {
     const int64_t wide = t->format == ROCQ_F32 ? 4 : 8;
     if (t->stride[1] > ROCQ__MATMUL_K) return false; // so that the products below fit
@@ -19368,9 +19382,9 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
     }
 }
 
-// Into how many parts n elements may be split: 1, 2, 3, 4, 6, 8, 12 and so on up to most, as long
-// as a part has least elements.
-enum { ROCQ__SPLITS = 17 }; // up to 384
+// Writes to out the numbers of parts into which n elements may be split: 1, 2, 3, 4, 6, 8, 12 and
+// so on up to `most`, as long as a part has `least` elements or more. Returns how many there are.
+enum { ROCQ__SPLITS = 17 }; // room in out for `most` up to 384
 static int32_t rocq__splits_of(int32_t n, int32_t least, int32_t most, int32_t *out) {
     int32_t count = 0, v = 1;
     while (v <= most && (v == 1 || n / v >= least)) {
@@ -19381,14 +19395,13 @@ static int32_t rocq__splits_of(int32_t n, int32_t least, int32_t most, int32_t *
     return count;
 }
 
-// Of K for a grid of tiles: each part has at least four steps of 64.
-enum { ROCQ__TILE_SPLIT = 256 };
+enum { ROCQ__TILE_SPLIT = 256 }; // least K of a part of a grid of tiles: four steps of 64
 static int32_t rocq__tile_splits(const rocq__site *s, int32_t *out) {
     return rocq__splits_of(s->k, ROCQ__TILE_SPLIT, 16, out);
 }
 
-// How fast a compute unit computes tiles. For RDNA3, decode comes from the machine code
-// (bench/gfx1100.md), held from LDS and registers; for other chips, all is fitted to an H200.
+// How fast a compute unit computes tiles. For RDNA3, `decode` comes from the machine code
+// (bench/gfx1100.md) and `held` from LDS and registers; for other chips all are fitted to an H200.
 typedef struct rocq__tile_pace {
     double rate;    // of the unit that multiplies, relative to chip->matrix_per_us
     double decode;  // columns whose products take as long as fetching and decoding w
@@ -19448,12 +19461,12 @@ static rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq__s
 // The same estimate for the kernels named _lds, with constants fitted to an H200. For each tile, in
 // nanoseconds: `work`, what a step of a block adds to the time of its unit; `step`, the least that
 // a step takes, however few blocks there are; `ends`, what a block takes outside of its loop.
-// Operands too large for L2 arrive no faster than the bytes of all copies in flight divided by
-// memory's latency. Over 38 shapes of 31 to 50257 rows and columns, the tile that this estimate
-// chooses took 2% longer than the fastest one on average, and 16% at most; where w is decoded, 1.3%
-// and 14% over 43 shapes, with K in at most 8 splits. The constants of the last tile of the forward
-// product are not its times, but such that over 14 shapes, by which the others are estimated too
-// short, the choice takes 4.5% longer than the fastest one on average.
+// Operands too large for L2 (over 48 MB) arrive no faster than the bytes of all copies in flight
+// divided by memory's latency (1.9 us). Over 38 shapes of 31 to 50257 rows and columns, the tile
+// that this estimate chooses took 2% longer than the fastest one on average, and 16% at most; where
+// w is decoded, 1.3% and 14% over 43 shapes, with K in at most 8 splits. The constants of the last
+// tile of the forward product were not timed but fitted: the estimates of the other tiles are too
+// short for 14 shapes that were measured, for which the choice so takes 4.5% longer than the best.
 typedef struct rocq__lds_pace { double work, step, ends; } rocq__lds_pace;
 static const rocq__lds_pace rocq__lds_paces[ROCQ__LDS_FORWARD_TILES] = {
     {780.0, 416.0, 4530.0}, {623.0, 383.0, 3680.0}, {272.0, 280.0, 2470.0},
@@ -19482,8 +19495,11 @@ static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_tile *t,
     return ROCQ__MAX(tiles, bytes * 1e3 / bytes_per_us) + merge;
 }
 
-// The best of n_tiles tiles. merge_rate: bytes of sums that are written and merged in a nanosecond.
-// kernel: of the backward, whose tiles alone may be chosen, or -1.
+// merge_rate of matmul_merge and of matmul_backward_merge: bytes of partial sums that are written
+// and merged in a nanosecond, fitted to an H200.
+enum { ROCQ__MERGE_RATE = 1700, ROCQ__BACKWARD_MERGE_RATE = 12240 };
+
+// The best of n_tiles tiles. kernel: a kernel of the backward, which limits them to its own, or -1.
 static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__lds_tile *tiles,
                                             const rocq__lds_pace *paces, int32_t n_tiles,
                                             const rocq__site *s, double merge_rate, int32_t kernel,
@@ -19542,11 +19558,11 @@ static bool rocq__takes_lds(const rocq__chip *chip, const rocq__site *s) {
 
 // Whether w, of a format that is only read, should first be decoded to F16 in scratch memory, of
 // which that may take chip->halves_bytes. If so, *tile and *n_splits become those of F16. ns is
-// what rocq__lds_best estimates for the other way, tiles that decode w. Both estimates are too low.
-// On an H200 tiles that look codebooks up take 1.4 to 2.1 times their estimate, those of NVFP4 2.1
-// to 2.7 times; decoding first and then multiplying takes 1.3 to 1.4 times its own. Therefore
-// own_ns is compared with ns times about the quotient of these factors.
-enum { ROCQ__HALVES_BYTES = 1 << 27 };
+// what rocq__lds_best estimates for the other way, tiles that decode w; own_ns estimates this way.
+// Both estimates are too low: on an H200 tiles that look codebooks up take 1.4 to 2.1 times ns,
+// those of NVFP4 2.1 to 2.7 times; decoding first and then multiplying takes 1.3 to 1.4 times
+// own_ns. So ns is multiplied by about the quotient of these factors before they are compared.
+enum { ROCQ__HALVES_BYTES = 1 << 27 }; // chip->halves_bytes of all chips
 static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, const rocq__site *s,
                                double ns, const rocq__lds_tile **tile, int32_t *n_splits) {
     const int64_t count = rocq_tensor_count(w);
@@ -19561,7 +19577,7 @@ static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, con
     site.format = (int32_t)ROCQ_F16;
     const rocq__lds_tile *best =
         rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_FORWARD_TILES, &site,
-                       1700.0, -1, &splits, &own_ns);
+                       ROCQ__MERGE_RATE, -1, &splits, &own_ns);
     own_ns += 2000.0 + 1e3 * bytes / chip->bytes_per_us;
     if (own_ns >= (w->format == ROCQ_NVFP4 ? 1.9 : 1.2) * ns) return false;
     *tile = best;
@@ -19614,10 +19630,11 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
         double ns = 0.0;
         const rocq__lds_tile *tile =
             decoded ? rocq__lds_best(chip, rocq__lds_decoded, rocq__lds_decoded_paces,
-                                     ROCQ__LDS_DECODED, &site, 1700.0, -1, &config.n_splits, &ns)
+                                     ROCQ__LDS_DECODED, &site, ROCQ__MERGE_RATE, -1,
+                                     &config.n_splits, &ns)
                     : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces,
-                                     ROCQ__LDS_FORWARD_TILES, &site, 1700.0, -1, &config.n_splits,
-                                     &ns);
+                                     ROCQ__LDS_FORWARD_TILES, &site, ROCQ__MERGE_RATE, -1,
+                                     &config.n_splits, &ns);
         if (decoded && rocq__takes_halves(chip, w, &site, ns, &tile, &config.n_splits)) {
             halves = rocq__product_halves(job, w);
             w = &halves;
@@ -19702,7 +19719,8 @@ static rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__product *g, 
     return sum;
 }
 
-// What comes behind the sum of a product and its adapter, in place, then to p->y.
+// The rest of the epilogue where g->finish is set: gate, activation and residual are applied to
+// g->y in place, and the result goes to p->y.
 static void rocq__product_finish(rocq__job *job, const rocq__product *g) {
     const rocq_matmul_params *p = g->p;
     const rocq__cost passes = {8.0 * (double)rocq_tensor_count(&g->y), 0.0, 0.0};
@@ -19754,8 +19772,8 @@ static rocq_k_lora rocq__k_lora(const rocq_tensor *b, const rocq_tensor *t, floa
     return lora;
 }
 
-// An adapter that no matvec adds is launches of its own. Its sum, with the residual if that follows
-// directly, is what the product with w then adds.
+// An adapter that no matvec adds has launches of its own. They write B t, plus the residual if
+// nothing comes between, to scratch memory; the product with w then adds that as its residual.
 static void rocq__product_adapter(rocq__job *job, rocq__product *g) {
     const rocq_matmul_params *p = g->p;
     rocq_tensor t = *p->lora_t;
@@ -19843,9 +19861,9 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
     if (adapts) rocq__product_adapter(job, g);
 }
 
-// How many products from first on share a launch: as many as fit, of one path, and of one format
-// (or all of formats that are only read) but for INT8 with one column, where other formats mix.
-// That is safe, since none of a chain reads what another one writes.
+// How many products from first on share a launch: as many as fit, all of one path. They have one
+// format, or all have formats that are only read; with INT8 and one column all other formats may be
+// mixed. Sharing is safe, since no product of a chain reads what another one writes.
 static int32_t rocq__product_run(const rocq_ctx *ctx, const rocq_matmul_params *first) {
     const rocq_precision path = rocq__product_path(ctx, first, first->w);
     const int kernel = rocq__k_format(first->w->format), read = rocq__k_format(ROCQ_NVFP4);
@@ -20457,7 +20475,7 @@ static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
     return (double)rocq__bytes(p->x->format, 1) + 2.0 < loading * chip->bytes_per_us;
 }
 
-// Which of the kernels named conv_lds takes it, or -1. pass: x is what conv_input makes.
+// Which of the kernels named conv_lds can run this conv, or -1. pass: x is what conv_input makes.
 static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
                           const rocq_k_conv_args *args, bool pass) {
     const double tiles = (double)args->tiles_x * args->tiles_y * (double)p->y->ne[3];
@@ -20483,7 +20501,7 @@ static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
         }
         return fits ? ROCQ_K_conv_lds_64 : -1;
     }
-    // Tiles of twice the rows, which may be more positions in vain
+    // Tiles of twice the rows may have more positions outside of y: at most a quarter more
     const int32_t h = (int32_t)p->y->ne[2];
     const int32_t tall = (h + ROCQ_K_CONV_LDS_H - 1) / ROCQ_K_CONV_LDS_H * 2;
     const bool fits = taps >= 4 && args->kw <= 3 && args->kh <= 3 && 4 * tall <= 5 * args->tiles_y;
@@ -20805,8 +20823,8 @@ static void rocq__experts_matvec(rocq__job *job, const rocq__expert_product *g) 
     }
 }
 
-// Copies the experts that the prompt needs and that have no copy to scratch memory, each once:
-// their tiles would read them through the bus again and again, and in small pieces.
+// Copies each expert that the prompt needs and that has no copy on the device to scratch memory
+// once. Else each of its tiles would read it through the bus, in small accesses.
 static void rocq__experts_fetch(rocq__job *job, const rocq__expert_product *g,
                                 rocq_k_experts_args *sort, rocq_k_experts_copies *to) {
     const int64_t ne[4] = {g->w.ne[0], g->w.ne[1], sort->n_fetched, 1};
@@ -20843,11 +20861,11 @@ static int64_t rocq__experts_columns(const rocq_ctx *ctx, const rocq__expert_pro
     return g->n_pairs >= 32 * n_experts && blocks >= 8 * rocq__chip_of(ctx)->n_units ? 64 : 32;
 }
 
-// Slices of scratch memory for experts without a copy. Of what the budget has left, half is for
-// others: the memory that this op takes later, and buffers. Scratch memory is not counted as used,
-// so that a run finds the number that was planned. There are none for few pairs, whose experts have
-// a tile each, nor for weights that the op has just repacked, as these lie in scratch memory
-// themselves, nor for more experts than a grid has blocks in z.
+// How many experts without a copy have a slice of scratch memory (rocq__experts_fetch): all, but at
+// most half of what the budget has left, since this op and others need memory too. Scratch memory
+// that is already allocated counts as left, so that a run finds the number that was planned. 0 for
+// few pairs, which are matvecs, for weights that the op has just repacked, which lie in scratch
+// memory themselves, and for more experts than a grid has blocks in z.
 static int64_t rocq__experts_n_fetched(const rocq__job *job, const rocq__expert_product *g) {
     const rocq_ctx *ctx = job->ctx;
     const int64_t n_experts = g->w.ne[2], budget = ctx->desc.memory_budget;
@@ -20989,8 +21007,8 @@ static void rocq__job_experts(rocq__job *job, const void *params) {
 
 // -- shortconv --
 
-// A block has 32 channels of a sequence, and each 8 of its threads a run of its tokens: so a short
-// text has small blocks.
+// A block has 32 channels of a sequence, four to a thread. Each group of 8 threads has a run of
+// tokens, so a short text has small blocks.
 static void rocq__job_shortconv(rocq__job *job, const void *params) {
     const rocq_shortconv_params *p = (const rocq_shortconv_params *)params;
     const int64_t n = p->y->ne[1], most = 32;
@@ -21011,8 +21029,9 @@ static void rocq__job_shortconv(rocq__job *job, const void *params) {
 
 // -- delta_net --
 
-// From so many tokens on their chunks pay. On an H200, 32 heads of 128: one token takes 4.3 us in
-// steps and 6.3 in chunks, 16 tokens 18.5 and 10.0.
+// From so many tokens on the kernel that takes tokens in chunks (delta_net) is faster than the one
+// that takes them singly (delta_step). On an H200, 32 heads of 128: one token takes 4.3 us in steps
+// and 6.3 in chunks, 16 tokens 18.5 and 10.0.
 enum { ROCQ__DELTA_LONG = 3 };
 
 static void rocq__job_delta_net(rocq__job *job, const void *params) {
@@ -21141,10 +21160,12 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
             n_splits[i] = rocq__tiles_best(chip, &site[i], &only, 1, ROCQ__TILE_SPLIT).n_splits;
         } else {
             tile[i] = rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES,
-                                     &site[i], 12240.0, -1, &n_splits[i], &ns);
+                                     &site[i], ROCQ__BACKWARD_MERGE_RATE, -1, &n_splits[i], &ns);
         }
     }
-    if (lds && p->dx && p->dw) rocq__lds_best_pair(chip, site, 12240.0, tile, n_splits);
+    if (lds && p->dx && p->dw) {
+        rocq__lds_best_pair(chip, site, ROCQ__BACKWARD_MERGE_RATE, tile, n_splits);
+    }
     int64_t blocks[2] = {0, 0}, merges[2] = {0, 0}, steps[2] = {0, 0};
     double sums = 0.0;
     for (int i = 0; i < 2; i++) {
@@ -21386,7 +21407,7 @@ static void rocq__job_cross_entropy(rocq__job *job, const void *params) {
     args.scale = (const float *)rocq__device_data(p->scale);
     args.per_cap = p->softcap > 0.0f ? 1.0f / p->softcap : 0.0f;
     rocq__job_row(job, n);
-    // Two blocks of 512 on a unit hide each other's barriers where there are so many.
+    // With two columns or more for each unit, small blocks hide each other's waits at barriers.
     const bool many = p->logits->ne[1] >= 2 * rocq__chip_of(job->ctx)->n_units;
     rocq__job_launch(job, ROCQ_K_cross_entropy, p->logits->ne[1], 1,
                      n > 8192 && !many ? 1024 : rocq__row_threads(n), &args);
@@ -21558,7 +21579,6 @@ static rocq_result rocq__check_format(rocq_ctx *ctx, const char *op, const char 
                       info ? info->name : "unknown", (int)format);
 }
 
-// Fails for a format that has no encoder.
 static rocq_result rocq__check_encoded(rocq_ctx *ctx, const char *op, const char *name,
                                        rocq_format format) {
     if (rocq__is_encoded(rocq__codec_of(format))) return ROCQ_OK;
@@ -21936,7 +21956,7 @@ static rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, rocq
 }
 
 // -- ops --
-// An op's rocq__op has its function, and op, its name in messages.
+// Each op has a function rocq__check_NAME, see rocq__op_NAME. op: the op's name in messages.
 
 // Checks the sizes of an operand, unless it is NULL. -1: any size.
 static rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char *name,
@@ -22809,8 +22829,7 @@ static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *param
     return true;
 }
 
-// What an op moves and computes. Bytes: every operand once. All 0 where only the GPU knows the
-// lengths.
+// What an op moves and computes: bytes of every operand once. 0 where only the GPU knows lengths.
 static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
     rocq__cost cost = {0.0, 0.0, 0.0};
     int32_t end;
@@ -22868,8 +22887,8 @@ typedef struct rocq__op {
 } rocq__op;
 
 // Each op is an object of its own, to which a call and a node point. So with ROCQ_STATIC a compiler
-// drops the ops that a program does not call before it spends time on them: of the list behind
-// them, only the calls that are asked for an op by its number know.
+// drops the ops that a program does not call before it spends time on them: only calls that take an
+// op by its number use the list rocq__ops, which would keep them all.
 #define ROCQ_X(NAME, name, check, scratch, cpu, job)                               \
     static const rocq__op rocq__op_##name = {                                      \
         ROCQ_OP_##NAME, #name, (int64_t)sizeof(rocq__##NAME##_params),             \
@@ -22948,15 +22967,14 @@ typedef struct rocq__node {
     int64_t n_launches;     // kernels that it launches
 } rocq__node;
 
-// What an op, a graph or a copy does, for the profile (>>profile). Flops on the matrix unit are
-// among the flops.
+// What an op, a graph or a copy does, for the profile (>>profile).
 typedef struct rocq__work {
-    const void *params;        // of an op whose work is not counted yet, else NULL
+    const void *params;        // of an op whose cost is not counted yet, else NULL
     const rocq__op *op;
     const char *name, *detail; // of its region: "matvec", and a format or NULL
-    double bytes, flops, matrix;
+    rocq__cost cost;
     rocq_access access;
-    bool copy; // between host and device: not the memory's peak bounds it
+    bool copy; // between host and device: bound by the bus, not by the memory's peak
 } rocq__work;
 
 // A recorded graph. ctx->graphs lists it, so that rocq_close can free what the caller has left.
@@ -23134,7 +23152,7 @@ static void rocq__touched_add(rocq__touched *touched, int32_t *n_touched, const 
 }
 
 // Copies operands to the host, runs the op there, and copies outputs back. What overlaps on the
-// device must overlap on the host too, so each region is copied once and whole, gaps included.
+// device must overlap on the host too, so each range is copied once and whole, gaps included.
 static rocq_result rocq__run_fallback(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     rocq__node *node;
     rocq__touched touched[ROCQ__MAX_OPERANDS];
@@ -23166,11 +23184,8 @@ static rocq_result rocq__run_fallback(rocq_ctx *ctx, const rocq__op *op, const v
     if (result == ROCQ_OK) result = rocq__run_cpu(ctx, op, node->params);
     for (int32_t k = 0; k < n_touched && result == ROCQ_OK; k++) {
         const rocq__touched *r = &touched[k];
-        const int64_t size = rocq__range_size(r->range);
-        rocq_tensor bytes; // of no particular shape
-        memset(&bytes, 0, sizeof bytes);
-        bytes.buffer = rocq_buffer_from_device(r->range.begin, size);
-        if (r->written) result = rocq__upload_memory(ctx, &bytes, r->host, size);
+        if (!r->written) continue;
+        result = rocq__upload_bytes(ctx, r->range.begin, r->host, rocq__range_size(r->range));
     }
     for (int32_t k = 0; k < n_touched; k++) rocq__free(ctx, touched[k].host);
     rocq__free(ctx, node);
@@ -23180,8 +23195,8 @@ static rocq_result rocq__run_fallback(rocq_ctx *ctx, const rocq__op *op, const v
 
 // -- running --
 
-// While a profile is on, each op, graph and copy is a region (>>profile), but not the ops that a
-// graph captures. These are all its hooks; they are empty without ROCQ__HAS_PROFILE.
+// The profile's hooks. While it is on, each op, graph and copy is a region (>>profile), but not the
+// ops that a graph captures. Without ROCQ__HAS_PROFILE the hooks are empty.
 #if ROCQ__HAS_PROFILE
 static rocq_result rocq__region_op(rocq_ctx *ctx, const rocq__op *op, const void *params);
 static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph, const rocq__node *first,
@@ -23245,8 +23260,7 @@ static rocq_result rocq__begin_op(rocq_ctx *ctx, const char *name) {
     return ROCQ_OK;
 }
 
-// Nanoseconds for the launches of an op on a GPU, in the first expectation of its time.
-enum { ROCQ__OP_NS = 4000 };
+enum { ROCQ__OP_NS = 4000 }; // what an op on a GPU takes beside its work, before slices learn it
 
 static rocq_result rocq__run_op(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     if (!ctx) return ROCQ_E_ARGUMENT;
@@ -23534,8 +23548,9 @@ static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__nod
     return routed && n <= ROCQ_K_MATVEC_PRODUCTS ? choice : NULL;
 }
 
-// RMSNorm beside the RMSNorm that follows, as of the queries and of the keys: with rows as long and
-// as many threads, and neither writes what the other one reads or writes.
+// Two RMSNorms in a row, such as those of the queries and of the keys, in one launch: their rows
+// have the same length and their blocks the same number of threads, and neither writes what the
+// other one reads or writes.
 static bool rocq__joins_beside(const rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
     const rocq__node *next = node->next;
     const rocq_norm_params *norm = (const rocq_norm_params *)node->params,
@@ -23556,11 +23571,11 @@ static bool rocq__joins_beside(const rocq_ctx *ctx, const rocq__node *node, rocq
 }
 
 // Fusion: a GPU runs some sequences of ops as one launch. Returns the last op of the sequence that
-// begins at node, or NULL if node's op has a launch of its own; *before tells rocq__run_hip what
-// the launch does besides. A decode step of llama is so spared three of a layer's eight launches
-// and all four that adapters add, a mixture of experts more. Fused ops write the same bits as
-// separate launches do. There is one exception: rotated queries that no later op reads are not
-// written.
+// begins at node, or NULL if node's op has a launch of its own. *before receives the params of the
+// ops before the last one, for rocq__run_hip. Fusion saves a decode step of llama three of a
+// layer's eight launches and all four that adapters add, a mixture of experts more. Fused ops write
+// the same bits as separate launches do, except that rotated queries which no later op reads are
+// not written.
 static const rocq__node *rocq__joins(rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
     memset(before, 0, sizeof *before);
     if (!rocq__on_gpu(ctx) || !node->next) return NULL;
@@ -23637,8 +23652,8 @@ static rocq_result rocq__graph_forget(rocq_ctx *ctx, rocq_graph *graph) {
     return error == 0 || gpu->lost ? ROCQ_OK : rocq__hip_failed(ctx, "graph", error);
 }
 
-// Cuts the graph of a GPU into subgraphs expected to take rocq_desc.slice_us at most, unless an op
-// alone takes longer; without that limit it is one subgraph.
+// Cuts the graph of a GPU into subgraphs that are each expected to take at most rocq_desc.slice_us,
+// or are a single op that takes longer. Without slice_us it is one subgraph.
 static void rocq__graph_cut(const rocq_ctx *ctx, rocq_graph *graph) {
     rocq__node *subgraph = graph->first;
     double ns = 0.0;
@@ -23836,9 +23851,9 @@ static bool rocq__slice_next(rocq__slice *slice) {
     return true;
 }
 
-// Called before each stage, but decides only before the first stage of an op. (An op without stages
-// would have the `stage` of the op behind it: hence the loop.) At the end of a slice n_stages is
-// lowered to the stages that have run, so that the run ends as if it were complete.
+// Called before each stage, but decides only before the first stage of an op. It is a loop because
+// an op without stages points to the same stage as the op behind it. At the end of a slice n_stages
+// is lowered to the number of stages that have run, so that the run ends as if it were complete.
 static bool rocq__slice_goes_on(rocq__team *team) {
     rocq__slice *slice = team->slice;
     while (slice->next && slice->next->stage == team->stages + team->next) {
@@ -24336,11 +24351,10 @@ static inline bool rocq__guard_broken(const rocq__pool_block *block) {
     return false;
 }
 
-// Alloc and free have a short inlined function each for the common case, which returns false in any
-// other case, and a slow one for the rest.
+// Alloc and free each have a short inlined path for the common case, and a function that is not
+// inlined for all others.
 
 // Hands out the first free block of the class; false if there is none.
-
 ROCQ__ALWAYS_INLINE bool rocq__class_serves(rocq_pool *pool, rocq__size_class *cls,
                                             rocq_buffer *buffer, int64_t size) {
     const int32_t i = cls->free;
@@ -24660,14 +24674,14 @@ ROCQ_DEF rocq_result rocq_pool_report(rocq_pool *pool, rocq_report kind, rocq_wr
 // ---------------------------------------------------------------------------------------------
 // A cell holds the keys and values of one position, in all layers. Each head of each layer (a
 // plane) is [D, n_cells] memory with cell c in row c, so that attention reads the rows of a head
-// one after the other. Contiguous, sequence s has cells s n_ctx and up. Paged, page p is cells p
-// page_size and up, and a table lists the pages of each sequence. Rows are moved by casts over all
-// planes at once, in stream order, so the host never waits for a GPU. The host decides everything
-// beforehand: once the casts begin, only a lost device stops them.
+// one after the other. In a contiguous cache sequence s has cells s n_ctx and up. In a paged one
+// page p is cells p page_size and up, and a table lists the pages of each sequence. Rows are moved
+// by casts over all planes at once, in stream order, so the host never waits for a GPU. All checks
+// come before the first cast: once the casts begin, only a lost device stops them.
 
 enum {
-    ROCQ__KV_STAGE = 4 << 20, // most bytes of the stage, unless one position takes more
-    ROCQ__KV_CHUNK = 16       // positions that it has room for at least, if those bytes suffice
+    ROCQ__KV_STAGE = 4 << 20, // most bytes of the stage, unless a single position takes more
+    ROCQ__KV_CHUNK = 16       // positions for which the stage has room, if they fit that size
 };
 
 struct rocq_kv {
@@ -24711,8 +24725,8 @@ static rocq_result rocq__kv_cut(rocq_kv *kv, rocq_arena *arena) {
     return rocq_tensor_1d(arena, &kv->words, ROCQ_I32, rocq__kv_n_words(kv));
 }
 
-// Checks desc.rope, by which keys that move are rotated again. They have YaRN's magnitude already:
-// attn_factor is set to undo a second scaling.
+// Checks desc.rope, by which keys that move are rotated again. Keys in the cache are already scaled
+// by YaRN's magnitude, so attn_factor is set to the inverse, which undoes the second scaling.
 static rocq_result rocq__kv_rope(rocq_kv *kv) {
     rocq_rope_config *rope = &kv->desc.rope;
     ROCQ__TRY(rocq__check_tensor(kv->ctx, "kv", "rope.freq_factors", rope->freq_factors,
@@ -24725,7 +24739,7 @@ static rocq_result rocq__kv_rope(rocq_kv *kv) {
 }
 
 // Prepares *kv but for its memory, and gives the bytes of that. rocq_kv_size and rocq_kv_create
-// share it, so that both refuse the same; for rocq_kv_size ctx is NULL.
+// both call it, so that they refuse the same descs; for rocq_kv_size ctx is NULL.
 static rocq_result rocq__kv_plan(rocq_ctx *ctx, const rocq_kv_desc *desc, rocq_kv *kv,
                                  int64_t *bytes) {
     int64_t elems, block, position;
@@ -25361,8 +25375,8 @@ static long rocq__cpu_list(const char *path, const char *key, const bool *among,
 }
 #endif
 
-// Cores that this process may use, each once: a second hyperthread of a core adds little to what
-// one thread gets out of it here. Where that cannot be found out, what the system calls processors.
+// Number of cores that this process may use. Hyperthreads do not count, since a second one adds
+// little to what one thread gets out of a core here. If cores are unknown, the system's processors.
 static int32_t rocq__core_count(void) {
     long n = 0;
 #if defined(_WIN32)
@@ -25550,7 +25564,7 @@ static void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, void 
     gpu->priority = wanted;
 }
 
-// Limits how many waves of matvecs a SIMD has at a time: each block takes so much LDS, most of
+// Limits how many waves of matvecs are resident on a SIMD: each block asks for so much LDS, most of
 // which it does not use, that only the wanted number of blocks fits on a WGP. The 8 waves of a
 // block are spread evenly over the WGP's 4 SIMDs, so each block is 2 waves on a SIMD. Two blocks
 // with the most LDS that a block may have still fit on a WGP, so the lowest limit is 4 waves.
@@ -25573,8 +25587,7 @@ static void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
 }
 
 // Applies what the desc says of sharing the device, as far as the runtime supports it. A queue made
-// here takes the place of the plain one: a second hardware queue beside it would cost power when
-// idle.
+// here takes the place of the plain one: a second hardware queue would cost power when idle.
 static rocq_result rocq__share(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_desc *desc = &ctx->desc;
@@ -26258,7 +26271,8 @@ ROCQ_DEF rocq_result rocq_copy_slice(rocq_ctx *ctx, const rocq_tensor *dst, int6
 ROCQ_DEF rocq_result rocq_dequantize(rocq_format format, float *dst, const void *src, int64_t n) {
     int64_t bytes;
 #if ROCQ__HAS_AVX2
-    // No context tells. To ask for F16C takes a cpuid, which costs 14 us in a virtual machine.
+    // There is no context that knows. The test for F16C executes cpuid, which takes 14 us in a
+    // virtual machine, so for F16 it is made only where there is much to decode.
     const bool simd = format == ROCQ_F16
                           ? n >= 65536 && rocq__cpu_has_avx2()
                           : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -26489,7 +26503,7 @@ static rocq_result rocq__launch_wait(rocq_ctx *ctx) {
     return ROCQ_OK;
 }
 
-enum { ROCQ__LAUNCH_ROW = 32, ROCQ__LAUNCH_WARM = 16 };
+enum { ROCQ__LAUNCH_ROW = 32, ROCQ__LAUNCH_WARM = 16 }; // launches in a row; not counted, at first
 
 static rocq_result rocq__launch_times(rocq_ctx *ctx, int32_t n, double *submit, double *complete,
                                       double *row) {
@@ -26582,11 +26596,8 @@ static rocq__work rocq__work_named(const rocq__op *op, const void *params) {
 }
 
 static void rocq__work_count(const rocq_ctx *ctx, rocq__work *work) {
-    const rocq__cost cost = rocq__cost_of(ctx, work->op->id, work->params);
+    work->cost = rocq__cost_of(ctx, work->op->id, work->params);
     work->params = NULL;
-    work->bytes = cost.bytes;
-    work->flops = cost.flops;
-    work->matrix = cost.matrix;
 }
 
 // -- regions --
@@ -26620,7 +26631,7 @@ enum {
     ROCQ__BATCH = 64,          // events that a full log folds
     ROCQ__PATH = 128,
     ROCQ__VERDICT = 96,
-    ROCQ__FILL_NS = 2000,      // work that takes less than this at the peaks does not fill a chip
+    ROCQ__FILL_NS = 2000,      // work that would take less at the peaks does not fill a chip
     ROCQ__LONG_NS = 50000000,  // a region that lasts longer is long
     ROCQ__WINDOW_NS = 1 << 28, // after so long, half of the costs that were counted are forgotten
     ROCQ__PAUSE_NS = 100000    // most that one event is taken to cost: more is preemption
@@ -26635,10 +26646,6 @@ typedef struct rocq__times {
     double sum;
 } rocq__times;
 
-typedef struct rocq__amount {
-    double bytes, flops, matrix; // matrix: flops on the matrix unit, which are among the flops
-} rocq__amount;
-
 typedef struct rocq__region {
     int32_t parent, depth;     // parent -1: outermost
     int32_t next;              // in its bucket: index + 1, or 0
@@ -26650,7 +26657,7 @@ typedef struct rocq__region {
     int32_t skip;              // calls to skip until the next is measured
     int64_t skipped;           // calls since the last that was measured
     rocq__times host, gpu;
-    rocq__amount sum;          // weighted, with the regions inside
+    rocq__cost sum;            // weighted, with the regions inside
     char text[48];             // of a label with a detail
     char path[ROCQ__PATH];
     char verdict[ROCQ__VERDICT];
@@ -26658,20 +26665,20 @@ typedef struct rocq__region {
 
 typedef struct rocq__event {
     int32_t region;    // -1: no room for its name
-    int32_t mark_pair; // number of its pair of marks, -1: none
-    int32_t span;      // of the trace, -1: no room
+    int32_t mark_pair; // index of its pair of marks, -1: none
+    int32_t span;      // index of its bar in the trace, -1: no room
     int8_t depth;
     int8_t access;  // a rocq_access, -1: none was given
     bool submits, copy, failed;
     int64_t weight; // calls that it stands for
     int64_t enter_ns; // when begin was called; the profile's own work lies between it and start_ns
     int64_t start_ns, stop_ns;
-    rocq__amount own; // without the regions inside
+    rocq__cost own;   // without the regions inside
 } rocq__event;
 
 // At each depth, what the folded events add to the region around them, which is folded later.
 typedef struct rocq__inside {
-    rocq__amount sum;         // weighted
+    rocq__cost sum;           // weighted
     bool timed;               // the GPU's times are known:
     double first_ns, last_ns; // start of the first submission, end of the last
 } rocq__inside;
@@ -26816,7 +26823,7 @@ static rocq_result rocq__submission_times(rocq_ctx *ctx, rocq__profile *p, void 
     return ROCQ_OK;
 }
 
-static inline void rocq__amount_add(rocq__amount *to, double times, const rocq__amount *from) {
+static inline void rocq__cost_add(rocq__cost *to, double times, const rocq__cost *from) {
     to->bytes += times * from->bytes;
     to->flops += times * from->flops;
     to->matrix += times * from->matrix;
@@ -26827,10 +26834,10 @@ static void rocq__event_fold(rocq__profile *p, const rocq__event *e) {
     rocq__inside call = p->inside[e->depth];
     memset(&p->inside[e->depth], 0, sizeof call);
     if (e->failed) return;
-    rocq__amount_add(&call.sum, (double)e->weight, &e->own);
+    rocq__cost_add(&call.sum, (double)e->weight, &e->own);
     if (e->depth > 0 && !e->copy) { // a copy's bytes are not the memory's traffic
         rocq__inside *around = &p->inside[e->depth - 1];
-        rocq__amount_add(&around->sum, 1.0, &call.sum);
+        rocq__cost_add(&around->sum, 1.0, &call.sum);
         if (call.timed) {
             if (!around->timed) around->first_ns = call.first_ns;
             around->last_ns = call.last_ns;
@@ -26839,7 +26846,7 @@ static void rocq__event_fold(rocq__profile *p, const rocq__event *e) {
     }
     if (e->region < 0) return;
     rocq__region *r = &p->regions[e->region];
-    rocq__amount_add(&r->sum, 1.0, &call.sum);
+    rocq__cost_add(&r->sum, 1.0, &call.sum);
     r->submits = e->submits;
     r->copy = e->copy;
     if (e->access >= 0) r->access = (rocq_access)e->access;
@@ -26998,8 +27005,7 @@ static rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq__w
     e->failed = result != ROCQ_OK;
     if (work && !e->failed) {
         if (work->params) rocq__work_count(ctx, work);
-        const rocq__amount own = {work->bytes, work->flops, work->matrix};
-        e->own = own;
+        e->own = work->cost;
         e->access = (int8_t)work->access;
         e->copy = work->copy;
         e->submits = true;
@@ -27021,9 +27027,7 @@ static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph, const ro
     rocq__work work;
     memset(&work, 0, sizeof work);
     for (const rocq__node *node = first; graph->captured && node != end; node = node->next) {
-        work.bytes += node->cost.bytes;
-        work.flops += node->cost.flops;
-        work.matrix += node->cost.matrix;
+        rocq__cost_add(&work.cost, 1.0, &node->cost);
     }
     ROCQ__TRY(rocq__region_enter(ctx, "graph", NULL, graph->captured));
     return rocq__region_leave(ctx, rocq__graph_submit(ctx, graph, first, end), &work);
@@ -27032,7 +27036,7 @@ static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph, const ro
 static rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, int64_t bytes) {
     rocq__work work;
     memset(&work, 0, sizeof work);
-    work.bytes = (double)bytes;
+    work.cost.bytes = (double)bytes;
     work.copy = true;
     return rocq__region_leave(ctx, result, &work);
 }
@@ -27633,9 +27637,9 @@ ROCQ_DEF int32_t rocq_recommend_threads(const rocq_occupancy_params *params, dou
 // ---------------------------------------------------------------------------------------------
 // >>tuner: trials, and the file of their results. Not needed to run a model.
 // ---------------------------------------------------------------------------------------------
-// rocq_tune puts what it tries into ctx->tuned, where its result will be, so that trials run
-// through the same code as later launches. A row is a graph of the op, or of several ops of one
-// class in turn, recorded many times over. Its replay is timed.
+// rocq_tune puts the configuration that it tries into ctx->tuned, where its result will be, so that
+// trials run through the same code as later launches. A row is a graph in which the op, or several
+// ops of one class in turn, are recorded many times over. The replay of a row is timed.
 
 ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
     if (!ctx) return;
@@ -27649,9 +27653,10 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
 enum {
     ROCQ__TUNED = 4096,                 // results that a context keeps
     ROCQ__GRID = 2 * (int)ROCQ__SPLITS, // most configurations of a site
-    ROCQ__TUNE_PARAMS = 64,             // ops of a graph that take turns
-    ROCQ__TUNE_RUNS = 256,              // most ops in a row, but no more than take
-    ROCQ__TUNE_ROW_NS = 500000,         // this long, which hides what its launch costs
+    ROCQ__TUNE_PARAMS = 64,             // most ops of a graph that take turns in a row
+    ROCQ__TUNE_RUNS = 256,              // most ops in a row
+    ROCQ__TUNE_ROW_NS = 500000,         // time of a row, unless it has that many ops or is a single
+                                        // longer one: enough to hide what its launch costs
     ROCQ__TUNE_TRIAL = 3,               // samples of a trial, and of the default in turn with it
     ROCQ__TUNE_PROOF = 15               // the same for what is to replace the default
 };
@@ -27809,7 +27814,7 @@ static rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
         ROCQ__TRY(rocq__tune_sample(t, &t->rule, t->rule_row, ns));
     }
     rocq_graph_destroy(t->ctx, &t->rule_row);
-    if (t->ctx->gpu->lost) return ROCQ_E_LOST; // which a function without a result has found
+    if (t->ctx->gpu->lost) return ROCQ_E_LOST; // rocq_graph_destroy may have found that
     const double most = ROCQ__TUNE_RUNS, fit = (double)ROCQ__TUNE_ROW_NS / *ns;
     const int32_t n = (int32_t)ROCQ__MAX(ROCQ__MIN(fit, most), 1.0);
     t->n_params = ROCQ__MIN(t->n_params, n);
@@ -27831,7 +27836,7 @@ static int64_t rocq__whole_ns(double ns) {
     return (int64_t)ceil(ROCQ__MIN(ns, 1e15));
 }
 
-// Tries them all, and the best of them once more against the default.
+// Tries all configurations, and the best of them once more against the default.
 static rocq_result rocq__tune_trials(rocq__tuning *t, rocq_tune_result *result,
                                      rocq__tuned *out) {
     const int64_t end_ns = rocq_time_ns() + t->desc.max_ms * (int64_t)1000000;
@@ -27905,7 +27910,7 @@ static rocq_result rocq__survey_op(rocq_ctx *ctx, const rocq__op *op, const void
     ctx->survey = survey;
     const rocq_result result = rocq__plan_op(ctx, op, params, &scratch, &on_cpu);
     ctx->survey = NULL;
-    if (on_cpu) survey->n = 0; // which may show only after sites were added
+    if (on_cpu) survey->n = 0; // sites may have been added before the GPU refused the op
     return result;
 }
 
@@ -28063,9 +28068,9 @@ ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op id, const voi
 typedef struct rocq__tuning_header {
     char magic[8];
     int32_t version;
-    int32_t rocq, driver, target, n_units; // what the results are good for,
+    int32_t rocq, driver, target, n_units; // versions and chip that the results are good for
     int32_t n_results;
-    char device[64];                       // and its name
+    char device[64];                       // the chip's name
     uint64_t checksum;                     // of the whole file, with 0 here
 } rocq__tuning_header;
 
@@ -28304,8 +28309,10 @@ static int64_t rocq__stand_in(rocq__node *node, unsigned char *memory) {
 
 enum {
     ROCQ__STAND_INS = 8 << 20,   // bytes: an op that needs more (a large cache) is left out
-    ROCQ__REHEARSAL_NS = 2000000 // repeated for so long: of the shipped model a second pass takes
-};                               // two thirds of the first, and 20 ms leave no faster first step
+    // Passes over the ops are repeated for so long. With the shipped model the second pass takes
+    // two thirds of the first, and 20 ms of them leave the first step no faster than 2 ms.
+    ROCQ__REHEARSAL_NS = 2000000
+};
 
 // Runs copies of the graph's ops with their stand-ins, in order, again and again.
 static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
@@ -28353,8 +28360,8 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
 }
 
 // Touches the pages of scratch memory, which starts the threads, and of operands; rehearses ops.
-// All experts of a file may be more than memory holds, so where some have copies only these are
-// touched.
+// All experts of a file may be more than memory holds, so where some have copies (kept) only the
+// copies are touched.
 static rocq_result rocq__warm_cpu(rocq_ctx *ctx, const rocq_graph *graph) {
     rocq__pages pages = {(unsigned char *)ctx->scratch, ctx->scratch_size, true};
     rocq__parallel(ctx, ROCQ__MAX(ctx->desc.n_threads, ctx->scratch_size / ROCQ__PAGE + 1), 1,
@@ -28382,8 +28389,7 @@ typedef union rocq__any_args {
 #undef ROCQ_X
 } rocq__any_args;
 
-// Launches the kernels of the graph (without one, all) with zeroed args, so that the runtime loads
-// them.
+// Makes the runtime load the graph's kernels (without one, all): launches them with zeroed args.
 static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     rocq_result result = ROCQ_OK;
@@ -28414,7 +28420,7 @@ static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
 }
 
 // -- a replay against the ops --
-// A runtime may replay a graph wrongly: with arguments or input data of an earlier time, or without
+// A runtime may replay a graph wrongly: with arguments or input data of earlier runs, or without
 // one of its nodes. To find out, the graph runs three times: replayed over inputs A, replayed over
 // inputs B, and its ops one by one over inputs B; the last two must write the same bits. The replay
 // over A comes first, so that stale data in the second replay differs from B. Before each run,
@@ -28438,14 +28444,14 @@ enum { ROCQ__REPLAY_FILL = 0x3a }; // a byte, which makes sense in any format
 typedef struct rocq__replay {
     rocq_ctx *ctx;
     rocq_graph *graph;
-    rocq__touched *regions; // what ops read or write, but for weights and caches
-    int32_t n_regions;
+    rocq__touched *touched; // what ops read or write, but for weights and caches
+    int32_t n_touched;
     rocq__feed *feeds;
     int32_t n_feeds;
     int64_t n_cells;        // rows of each cache that may be written
-    rocq_k_range *ranges;   // what is put aside: the status word, regions, rows of caches
-    int64_t n_ranges, size; // and the bytes of all copies
-    unsigned char *image;   // a region as it is uploaded
+    rocq_k_range *ranges;   // what is put aside: the status word, touched, rows of caches
+    int64_t n_ranges, size; // size: bytes of all copies
+    unsigned char *image;   // a touched range as it is uploaded
     rocq__block *aside;     // [size] the contents before, [size] after the replay over inputs B,
                             // the ranges, a rocq_k_difference
 } rocq__replay;
@@ -28487,7 +28493,7 @@ static void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *
     r->feeds[r->n_feeds++] = f;
 }
 
-// Whether the tensor lies in one of the regions.
+// Whether the tensor lies in one of the ranges.
 static bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_tensor *t) {
     const rocq__range range = rocq__range_of(t);
     for (int32_t k = 0; k < n; k++) {
@@ -28496,10 +28502,10 @@ static bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_
     return false;
 }
 
-// Finds the regions that ops read or write, and the feeds: what is read before an op of the graph
-// has written it. Inputs that touch become one region, so that they are uploaded at once, as a
-// program does it; but not across buffers, since runtimes refuse a copy over two allocations, which
-// may touch by chance. Caches are left to rocq__replay_rows. written is a work area like regions.
+// Finds the ranges that ops read or write, and the feeds: what is read before an op of the graph
+// has written it. Adjacent inputs become one range, so that they are uploaded at once, as a program
+// does it; but not across buffers, since runtimes refuse a copy over two allocations, which may be
+// adjacent by chance. Caches are left to rocq__replay_rows. written is a work area like r->touched.
 static void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
     int32_t n_written = 0, end;
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
@@ -28516,21 +28522,21 @@ static void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
                         continue;
                     }
                     if (rocq__touched_hold(written, n_written, t)) continue;
-                    rocq__touched_add(r->regions, &r->n_regions, t, out);
+                    rocq__touched_add(r->touched, &r->n_touched, t, out);
                     if (out) rocq__touched_add(written, &n_written, t, true);
                     else rocq__feed_add(r, o, p, t);
                 }
             }
         }
     }
-    for (int32_t i = 0; i < r->n_regions; i++) {
-        for (int32_t k = 0; k < r->n_regions; k++) {
-            rocq__touched *a = &r->regions[i], *next = &r->regions[k];
+    for (int32_t i = 0; i < r->n_touched; i++) {
+        for (int32_t k = 0; k < r->n_touched; k++) {
+            rocq__touched *a = &r->touched[i], *next = &r->touched[k];
             if (a->written || next->written || a->range.end != next->range.begin) continue;
             if (a->buffer_end < next->range.end) continue;
             a->range.end = next->range.end;
             a->buffer_end = ROCQ__MAX(a->buffer_end, next->buffer_end);
-            *next = r->regions[--r->n_regions];
+            *next = r->touched[--r->n_touched];
             i = -1; // the last one has moved: from the beginning
             break;
         }
@@ -28584,9 +28590,9 @@ static void rocq__replay_ranges(rocq__replay *r) {
     const uint32_t fill = 0x01010101u * ROCQ__REPLAY_FILL;
     r->n_ranges = r->size = 0;
     rocq__replay_range(r, (uint64_t)(uintptr_t)r->ctx->gpu->status, 4, true, 0);
-    for (int32_t k = 0; k < r->n_regions; k++) {
-        const rocq__range range = r->regions[k].range;
-        rocq__replay_range(r, range.begin, rocq__range_size(range), r->regions[k].written, fill);
+    for (int32_t k = 0; k < r->n_touched; k++) {
+        const rocq__range range = r->touched[k].range;
+        rocq__replay_range(r, range.begin, rocq__range_size(range), r->touched[k].written, fill);
     }
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
         if (node->op->id != ROCQ_OP_ROPE_APPEND) continue;
@@ -28602,10 +28608,10 @@ static void rocq__replay_ranges(rocq__replay *r) {
     }
 }
 
-// Makes the image of a region before a run: a byte everywhere, and the values A or B of the feeds
-// in it, cells last, so that their values count where operands share memory. While there is no
-// memory for it, only says whether there are feeds in the region.
-static bool rocq__replay_image(const rocq__replay *r, rocq__range region, int b) {
+// Makes the image of a range before a run: a byte everywhere, and the values A or B of the feeds in
+// it, cells last, so that their values count where operands share memory. While there is no memory
+// for it, only says whether there are feeds in the range.
+static bool rocq__replay_image(const rocq__replay *r, rocq__range whole, int b) {
     bool fed = false;
     for (int cells = 0; cells < 2; cells++) {
         for (int32_t k = 0; k < r->n_feeds; k++) {
@@ -28613,9 +28619,9 @@ static bool rocq__replay_image(const rocq__replay *r, rocq__range region, int b)
             const rocq__range range = rocq__range_of(&f->t);
             const int64_t size = rocq__range_size(range);
             uint32_t random = (uint32_t)(2 * k + b);
-            if (f->is_cell != (cells == 1) || !rocq__ranges_cross(range, region)) continue;
+            if (f->is_cell != (cells == 1) || !rocq__ranges_cross(range, whole)) continue;
             if (!r->image) return true;
-            if (!fed) memset(r->image, ROCQ__REPLAY_FILL, (size_t)rocq__range_size(region));
+            if (!fed) memset(r->image, ROCQ__REPLAY_FILL, (size_t)rocq__range_size(whole));
             fed = true;
             for (int64_t i = 0; i < size; i += 4) {
                 int32_t word = (int32_t)(f->first + i / 4 * f->step + b * f->shift);
@@ -28623,7 +28629,7 @@ static bool rocq__replay_image(const rocq__replay *r, rocq__range region, int b)
                     random = random * 1664525u + 1013904223u;
                     word = (int32_t)(0x38383838u | (random >> 4 & 0x07070707u));
                 }
-                memcpy(r->image + (range.begin - region.begin) + i, &word,
+                memcpy(r->image + (range.begin - whole.begin) + i, &word,
                        (size_t)ROCQ__MIN(4, size - i));
             }
         }
@@ -28631,22 +28637,14 @@ static bool rocq__replay_image(const rocq__replay *r, rocq__range region, int b)
     return fed;
 }
 
-static rocq_result rocq__replay_upload(rocq_ctx *ctx, uint64_t address, const void *data,
-                                       int64_t size) {
-    rocq_tensor bytes; // of no particular shape
-    memset(&bytes, 0, sizeof bytes);
-    bytes.buffer = rocq_buffer_from_device(address, size);
-    return rocq__upload_memory(ctx, &bytes, data, size);
-}
-
 // Takes memory: on the host for the list of ranges and an image, on the device for the copies.
 static rocq_result rocq__replay_memory(rocq__replay *r) {
     rocq_ctx *ctx = r->ctx;
     int64_t image_size = 0;
-    for (int32_t k = 0; k < r->n_regions; k++) {
-        const rocq__range region = r->regions[k].range;
-        if (!rocq__replay_image(r, region, 0)) continue;
-        image_size = ROCQ__MAX(image_size, rocq__range_size(region));
+    for (int32_t k = 0; k < r->n_touched; k++) {
+        const rocq__range range = r->touched[k].range;
+        if (!rocq__replay_image(r, range, 0)) continue;
+        image_size = ROCQ__MAX(image_size, rocq__range_size(range));
     }
     rocq__replay_ranges(r);
     const int64_t table = r->n_ranges * (int64_t)sizeof(rocq_k_range);
@@ -28667,7 +28665,7 @@ static rocq_result rocq__replay_memory(rocq__replay *r) {
     }
     memset(memory + table, 0, ROCQ__LINE); // the difference
     const uint64_t to = (uint64_t)(uintptr_t)r->aside->address + (uint64_t)(2 * r->size);
-    return rocq__replay_upload(ctx, to, memory, table + ROCQ__LINE);
+    return rocq__upload_bytes(ctx, to, memory, table + ROCQ__LINE);
 }
 
 // Finds out what has to be put aside, and takes the memory for it. The caller frees *lists.
@@ -28681,8 +28679,8 @@ static rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
                                    (long long)n);
     *lists = memory;
     r->feeds = (rocq__feed *)(void *)memory;
-    r->regions = (rocq__touched *)(void *)(r->feeds + n);
-    rocq__replay_operands(r, r->regions + n);
+    r->touched = (rocq__touched *)(void *)(r->feeds + n);
+    rocq__replay_operands(r, r->touched + n);
     rocq__replay_cells(r);
     return rocq__replay_memory(r);
 }
@@ -28705,10 +28703,10 @@ static rocq_result rocq__replay_launch(rocq__replay *r, int32_t task, int64_t co
 // Fills the outputs with a byte and uploads the inputs with values A or B.
 static rocq_result rocq__replay_feed(rocq__replay *r, int b) {
     ROCQ__TRY(rocq__replay_launch(r, ROCQ_K_FILL, 0));
-    for (int32_t k = 0; k < r->n_regions; k++) {
-        const rocq__range region = r->regions[k].range;
-        if (!rocq__replay_image(r, region, b)) continue;
-        ROCQ__TRY(rocq__replay_upload(r->ctx, region.begin, r->image, rocq__range_size(region)));
+    for (int32_t k = 0; k < r->n_touched; k++) {
+        const rocq__range range = r->touched[k].range;
+        if (!rocq__replay_image(r, range, b)) continue;
+        ROCQ__TRY(rocq__upload_bytes(r->ctx, range.begin, r->image, rocq__range_size(range)));
     }
     return ROCQ_OK;
 }
@@ -28858,7 +28856,6 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 #endif
 }
 
-// Private macros end here.
 #undef ROCQ__ALIGNAS
 #undef ROCQ__ALWAYS_INLINE
 #undef ROCQ__CODEC_BF16
@@ -28993,8 +28990,8 @@ WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
 ------------------------------------------------------------------------------
 NOTICE FOR THE QUANTIZED BLOCK LAYOUTS AND CODEBOOK TABLES
 
-The byte layouts of the GGUF block formats and the codebook tables of IQ4_NL,
-IQ4_XS and MXFP4 in rocq.h follow ggml (https://github.com/ggml-org/ggml), whose
+The byte layouts of the GGUF block formats and the codebook tables of IQ1, IQ2,
+IQ3, IQ4 and MXFP4 in rocq.h follow ggml (https://github.com/ggml-org/ggml), whose
 licence asks that this notice stays with them, whichever alternative you choose:
 
 MIT License

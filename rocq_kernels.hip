@@ -225,7 +225,7 @@ DEV float dot2(f16x2 a, f16x2 b, float c) {
     const float2 x = __half22float2(a), y = __half22float2(b);
     return fmaf(x.x, y.x, fmaf(x.y, y.y, c));
 }
-DEV uint32_t byte_perm(uint32_t hi, uint32_t lo, uint32_t sel) { // one nibble an index here
+DEV uint32_t byte_perm(uint32_t hi, uint32_t lo, uint32_t sel) { // __byte_perm: a nibble an index
     const uint32_t s = sel | sel >> 4;
     return __byte_perm(lo, hi, (s & 0xff) | (s >> 8 & 0xff00));
 }
@@ -415,17 +415,17 @@ DEV void wmma(frag_c &c, const frag &a, const frag_b &b) {
                        "r"(b.w[2 * h + 1]));
     }
 }
-// Four waves multiply straight from LDS, where tiles are in chunks of K as for frag_lane: c += a b
-// with 64 rows of a, of which wave w has 16 w to 16 w + 15, and 16 N columns of b, over 16 k.
-// a_chunk, b_chunk and b_eight are as there, in units of 8 halves; a's rows are without gaps. The
-// products between wmma_lds_begin and wmma_lds_end, a batch, are begun together, after a barrier of
-// all four waves behind lds_written, and run on behind wmma_lds_end: until wmma_lds_wait c is not
-// to be touched, nor what they read to be written. The names of the instructions are Hopper's.
+// Four waves multiply straight from LDS (wgmma), where tiles are in chunks of K as for frag_lane:
+// c += a b with 64 rows of a, of which wave w has 16 w to 16 w + 15, and 16 N columns of b, over 16
+// k. a_chunk, b_chunk and b_eight are as there, in units of 8 halves; a's rows are without gaps.
+// The products between wmma_lds_begin and wmma_lds_end are a batch, which runs asynchronously.
+// Before it, after their last writes to LDS, all four waves call lds_written and meet at a barrier;
+// until wmma_lds_wait nobody may touch c or write what the batch reads. wmma_lds_wait<LEFT> waits
+// for all batches but the last LEFT.
 // wmma_tile: the same of 64 rows of a and 16 N columns of b over r 16 s to 16 s + 15 of tiles of 64
-// r, c[row][col] += sum of a(row, r) b(col, r). A tile is lines of 128 bytes: the 64 r of a row, or
-// where it is transposed, 64 rows at one r, for each r, then for the next 64 rows. The eight
-// vectors of a line are swizzled, vector v to v ^ line % 8, against bank conflicts. Tiles are
-// aligned to 1024 bytes. wmma_lds_wait<LEFT> waits for all batches but the last LEFT.
+// r, c[row][col] += sum of a(row, r) b(col, r). A tile is lines of 128 bytes: the 64 r of a row or,
+// transposed, 64 rows at one r, for each r, then for the next 64 rows. The eight vectors of a line
+// are swizzled, vector v to v ^ line % 8, against bank conflicts. Tiles are aligned to 1024 bytes.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 enum { WMMA_LDS = 1, WMMA_TILES = 1 };
 DEV void lds_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -835,9 +835,8 @@ DEV void loads_issued() {
 // Loads fields of the args before this point, all in one batch with one wait. Otherwise the
 // compiler loads each field where it is first used, and waits for one after the other: six times
 // before the first load of a matvec's weights, not twice. Returns the first field; what depends on
-// the result is computed after this point. It takes a single asm statement with all fields as
-// operands. That one has READ_FIELDS of them; where there are fewer fields, the second one is
-// repeated.
+// the result is computed after this point. Only a single asm statement that has all fields as
+// operands does this. It has READ_FIELDS operands; a caller with fewer fields repeats its second.
 enum { READ_FIELDS = 21 };
 #if defined(__GFX11__)
 template <typename A, typename B, typename C, typename D, typename E, typename F, typename G,
@@ -1103,9 +1102,9 @@ DEV float activation_slope(int32_t kind, float x) {
     }
 }
 
-// Both of four elements, with one branch for all of them, so that their computations overlap: with
-// a branch for each element, dx of a product behind GELU took 2.4 times as long as without it on an
-// H200.
+// activation and activation_slope of four elements, with one branch for all of them, so that their
+// computations overlap: with a branch for each element, dx of a product behind GELU took 2.4 times
+// as long on an H200 as without GELU.
 #define ROCQ_X_ACTIVATIONS(X) \
     X(ROCQ_ACT_SILU) X(ROCQ_ACT_GELU) X(ROCQ_ACT_GELU_ERF) \
     X(ROCQ_ACT_RELU) X(ROCQ_ACT_TANH) X(ROCQ_ACT_SIGMOID)
@@ -1341,8 +1340,7 @@ template <int F, reads R = AGAIN, typename I> DEV raw<F> load_raw(const planes<F
     else return load_planes<F, R>(p, unit);
 }
 
-// The reverse of load_raw. What belongs to a whole superblock is stored by the lane of its first
-// unit.
+// The reverse of load_raw. The lane of a superblock's first unit stores what belongs to all of it.
 template <int F> DEV void store_raw(const planes<F> &p, int64_t unit, const raw<F> &r) {
     typedef block_layout<F> l;
     const bool first = unit % 8 == 0;
@@ -1492,8 +1490,7 @@ template <int F> DEV float unit_min(const block_factors &f, int g) {
     return (float)block_layout<F>::offset * unit_scale<F>(f, g);
 }
 
-// In the MXFP6 formats q are the 6-bit codes and scale is 2^(e - 127); decode_word makes values of
-// them.
+// In MXFP6, q are the 6-bit codes and scale is 2^(e - 127); decode_word makes values of them.
 template <int F, typename I> DEV unit decode_raw(const raw<F> &r, I at) {
     const block_factors f = decode_factors<F>(r, at);
     unit u;
@@ -1651,7 +1648,7 @@ struct codebooks {
             }
         }
     }
-    // The eight levels are at one distance, but that of IQ3_XXS's last is 62, not 60.
+    // The eight levels are equally spaced, except that IQ3_XXS's last is 62 instead of 60.
     constexpr void put_iq3(int at, const char *text, int n, uint32_t per_digit, uint32_t first) {
         for (int k = 0; k < n; k++) {
             for (int i = 0; i < 4; i++) {
@@ -1672,8 +1669,7 @@ struct codebooks {
 };
 CONSTANT codebooks codebook_table = codebooks();
 
-// The levels, negative where the byte of negative is 1 and not 0. No level is 0, so no carry leaves
-// a byte.
+// The levels, negative where the byte of negative is 1. No level is 0, so no carry leaves a byte.
 DEV uint32_t signed_levels(uint32_t levels, uint32_t negative) {
     return (levels ^ halves_times(negative, 255)) + negative;
 }
@@ -1704,7 +1700,7 @@ template <int F, typename I>
 DEV raw<F> load_read_unit(const char *blocks, I at, uint32_t u, int32_t format) {
     raw<F> r = {};
     r.format = format;
-    // Else a tile keeps ten comparisons throughout its loop.
+    // Else the results of ten comparisons of format stay in registers throughout a tile's loop.
     if (F == READ) format = recomputed_scalar(format);
     const char *const block = blocks + at, *const by1 = blocks + (at + (I)u),
                *const by2 = blocks + (at + (I)(2 * u)), *const by4 = blocks + (at + (I)(4 * u)),
@@ -1725,7 +1721,7 @@ DEV raw<F> load_read_unit(const char *blocks, I at, uint32_t u, int32_t format) 
         const char *const from = blocks + (at + (I)(16 * u)) + 4;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            // A format that the compiler knows is that of a planar tensor, whose words are aligned.
+            // Only code for planar tensors, whose words are aligned, has its format in F.
             r.w[i] = F == READ ? load_by1(from + 4 * i) : gload((const uint32_t *)from + i);
         }
         if (F != READ) r.s = gload((const uint16_t *)by2);
@@ -1770,8 +1766,9 @@ DEV raw<F> load_read_unit(const char *blocks, I at, uint32_t u, int32_t format) 
 template <int F, typename I> DEV raw<F> load_read(const planes<F> &p, I unit) {
     const I block = unit >> p.shift;
     const uint32_t u = (uint32_t)(unit - (block << p.shift));
-    // A matvec, the only one that names a format, counts units from the first of four rows: of K up
-    // to ROCQ__MATMUL_K, 24 bits hold the block. Of the 128 rows of a tile NVFP4's need 25.
+    // Only matvec and matmul_halves have their format in F. They count units from the first of four
+    // rows or of 256 units, so 24 bits hold the block for K up to ROCQ__MATMUL_K. In a tile of 128
+    // rows NVFP4's blocks need 25.
     const bool fits_24 = F != READ && sizeof(I) == 4;
     const I at = fits_24 ? (block & 0xffffff) * (p.bytes & 0xff) : block * (I)p.bytes;
     return load_read_unit<F>(p.blocks, at, u, p.format);
@@ -1789,8 +1786,9 @@ template <int F> DEV block_factors read_factors(const raw<F> &r, uint32_t u) {
         f.d = 9.765625e-4f;
 #pragma unroll
         for (int g = 0; g < 2; g++) {
-            // Choices between plain numbers: of others clang 19 makes branches, which part the rows
-            // of a matvec, and their codes are then all decoded behind the last row's.
+            // Choices between numbers already computed are selects. Of others clang 19 makes
+            // branches, which keep it from interleaving the rows of a matvec: all codes are then
+            // decoded after the last row's branch.
             const uint32_t stored = r.s >> 8 * g & 255, byte = stored == 127 ? 0 : stored;
             const uint32_t p = byte >> 3 & 15, m = byte & 7, normal = p != 0 ? 1 : 0;
             f.sc[g] = (int)((m | normal << 3) << (p - normal));
@@ -2232,8 +2230,8 @@ DEV void quad_floats(int32_t format, const u32x4 &loaded, float v[4]) {
     v[3] = bits_float(format, loaded.w);
 }
 
-// Elements k to k + count - 1 of a row of F32, F16 or BF16 as they are in memory, the rest 0; and
-// the four numbers that they are. Apart, so that many loads can be issued before one is used.
+// load4: elements k to k + count - 1 of a row of F32, F16 or BF16 as in memory, the rest 0.
+// floats4: the numbers that they are. In two steps many loads are issued before one is used.
 DEV u32x4 load4(int32_t format, const char *row, bool wide, int64_t k, int count) {
     u32x4 w = make4(0, 0, 0, 0);
     if (count == 0) return w;
@@ -2578,18 +2576,17 @@ DEV int mul24(int a, int b) {
     return ((int)((uint32_t)a << 8) >> 8) * ((int)((uint32_t)b << 8) >> 8);
 }
 
-// What a wave works on: its rows of w, and which units (plain formats: vectors) of a row a lane
-// takes.
+// A wave's rows of w, and the units (plain formats: vectors) of a row that a lane takes.
 struct matvec_work {
     int64_t row[ROCQ_K_MATVEC_ROWS];
     uint32_t first, step, count; // a lane's first unit, the distance to its next, units of a row
     int32_t format;              // of w, where it is one of those that are only read
 };
 
-struct matvec_x {
+struct matvec_x { // a unit of a column
     uint32_t q[8];
     float d;
-    int sum[2]; // of the codes of each half
+    int sum[2]; // of the codes of each half; in formats without halves [1] is of all 32
 };
 
 template <int F> DEV void matvec_x_sums(matvec_x &x) {
@@ -2627,7 +2624,7 @@ template <int F> DEV float matvec_add(float sum, const uint32_t q[8], const bloc
             const int mins = mul24(x.sum[0], f.mn[0]) + mul24(x.sum[1], f.mn[1]);
             sum = fmaf(-f.dmin * x.d, (float)mins, sum);
         }
-    } else { // without halves x.sum[1] is the sum of all 32 codes
+    } else {
         int dot = l::offset ? -l::offset * x.sum[1] : 0;
 #pragma unroll
         for (int i = 0; i < 8; i++) dot = dot4((int)q[i], (int)x.q[i], dot);
@@ -2691,10 +2688,10 @@ template <int F> DEV matvec_unit<F> matvec_unit_of(const raw<F> &r, uint32_t at)
     return u;
 }
 
-// x of one column as a block of matvec_row makes it itself, planar Q8_0 in LDS: codes 0-15 of all
+// A block of matvec_row_* makes its own x, one column in planar Q8_0 in LDS: codes 0-15 of all
 // units, then codes 16-31, then the scales. Thread t has quads t, t + 256, ... of the row, as in
 // the norm kernel, so that the sum of the squares has the same bits. QUADS is how many a thread has
-// of the longest row that the instance is for; past the end of a row it has quad 0 again.
+// of the longest row that the instance is for; past the end of a row it loads quad 0 again.
 enum {
     ROW_UNITS = ROCQ_K_MATVEC_ROW_K / 32,
     ROW_VECTORS = ROW_UNITS * 17 / 8 // of LDS
@@ -2726,7 +2723,7 @@ template <int V, int mask> DEV uint32_t oct_maxima(const uint32_t *v) {
         return oct_maxima<V / 2, mask * 2>(half);
     }
 }
-template <int V, int mask> DEV void oct_spread(float *v) { // v[0 .. mask - 1] are there
+template <int V, int mask> DEV void oct_spread(float *v) { // v[0 .. mask - 1] are known
     if constexpr (mask < V) {
         const bool odd = (thread_index() & mask) != 0;
 #pragma unroll
@@ -3178,7 +3175,6 @@ template <int N> DEV matvec_pair matvec_pair_of(const matvec_tail &t, const floa
     return p;
 }
 
-// A thread's y.
 DEV float matvec_y(const matvec_tail &t, const matvec_pair &p) {
     return epilogue_apply(
         t.e, p.v + t.lora[0], p.v2 + t.lora[1], [&] { return t.bias; },
@@ -3244,22 +3240,22 @@ DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p,
 
 // `low` of rocq_k_matvec_args: the blocks of product 0 make t = A x, which the other blocks of the
 // launch read. Each number of t has a word in memory, which is 0 until the number is known, and
-// then the complement of its bits: so a block that waits for t looks at these words alone, and what
-// it sees there at last is t. No fence and no second trip to memory lies between a product's sum
-// and the epilogue that needs it.
+// then the complement of its bits. So a block that waits for t polls these words alone, and the
+// first value other than 0 that it sees is t itself. With a flag beside t there would be a fence
+// and a second trip to memory between a product's sum and the epilogue that needs it.
 // There are two sets of words, which launches use by turns. The blocks of product 0 zero the set
 // that the next launch will use; the launch before, which used it last, has ended. The highest bit
 // of a.low.words[0] says which set it is. A launch adds 1 << 31 to that word in total: block 0 adds
 // 1 << 31 less the number of the other blocks, and each of these adds 1. A block adds its share as
 // the last thing it does. So the highest bit changes only when all blocks have added theirs, and
 // each block, whenever it looks, finds the same bit.
-enum { MATVEC_LOOKS = 4096 }; // for some milliseconds
+enum { MATVEC_LOOKS = 4096 }; // polls of a word until a block gives up: some milliseconds
 DEV uint32_t *matvec_low_words(const rocq_k_matvec_args &a, uint32_t turn) {
     return a.low.words + 4 + turn * ROCQ_K_MATVEC_LOW;
 }
 DEV void matvec_low_put(uint32_t *words, int row, float t) {
     const uint32_t word = ~bits<uint32_t>(t);
-    atomic_or(words + row, word != 0 ? word : 1); // 0 means unknown: that NaN goes as another NaN
+    atomic_or(words + row, word != 0 ? word : 1); // 0 would be a NaN's: another NaN takes its place
 }
 DEV void matvec_low_clear(const rocq_k_matvec_args &a, uint32_t block, uint32_t turn) {
     uint32_t *const words = matvec_low_words(a, turn ^ 1);
@@ -3793,7 +3789,7 @@ KERNEL(experts_fetch, rocq_k_experts_fetch_args, 256) {
 // As in rocq_route_params. A wave has a token, and a lane every 32nd of its experts. Keys are
 // integers in the order of the numbers compared, with NaN below -inf, and 0 for an expert that has
 // been taken or must not be. LDS: 13 KB. Bytes: the logits once.
-// Loops are not unrolled: the one wave that chooses waits for most of its code from L2.
+// Loops are not unrolled: the one wave that chooses mostly waits for its code from L2.
 DEV uint32_t route_key(float x) {
     const uint32_t u = bits<uint32_t>(x + 0.0f); // -0 and 0 are equal
     return x != x ? 1 : u >> 31 ? ~u : u | 0x80000000u;
@@ -3827,7 +3823,7 @@ DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *lds) {
     const int lane = lane_index(), n = a.n_experts;
     const bool by_score = a.bias || a.n_groups > 1;
     float top = -INFINITY, sum = 0.0f;
-#pragma unroll 4 // so many loads are in flight
+#pragma unroll 4 // four loads are in flight
     for (int e = lane; e < n; e += 32) {
         const float x = gload(logits + e);
         lput(scores + e, x);
@@ -3882,7 +3878,7 @@ DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *lds) {
             wave_sync();
         }
 #pragma unroll 1
-        for (int e = lane; e < n; e += 32) { // those of groups that were not taken
+        for (int e = lane; e < n; e += 32) { // experts of the other groups must not be chosen
             if (lget(groups + e / size) != 0) lput(keys + e, 0u);
         }
         wave_sync();
@@ -4046,18 +4042,19 @@ KERNEL(router, rocq_k_router_args, 256) {
 //        up to the next such multiple past K; what lies there has no effect
 //   y    F32 or F16, likewise gate and residual, any strides; y may be gate or residual
 //
-// Geometry: blockIdx.x (+ block0) counts the tiles_m tiles_n tiles, once for each of n_splits
-// splits of K; blockIdx.z counts the batches of x. One tile goes through K no faster than the
-// latency of its loads permits. So where there are fewer tiles than the chip holds blocks, several
-// blocks split the K of each: they store their sums in `work`, and matmul_merge, a second launch,
-// adds them up. Tiles are ROCQ_K_MATMUL_M rows by ROCQ_K_MATMUL_F16_N, _F16_N_FEW, _INT8_N or
-// _F32_N columns; 128 threads, matmul_f32 256; those of the kernels named _lds are in
-// ROCQ_K_LDS_TILES and ROCQ_K_LDS_DECODED_TILES. Rows past M repeat row M - 1 and columns past N
-// repeat column N - 1; they are not stored. Sums run over K in the same order for any n and any
-// tile, in the kernels named _lds in an order of their own; the sums of splits, each of whole
-// steps, are added in the order of the splits. Numbers of units and offsets within a tile are
-// 32-bit: 128 rows of w and 128 columns of x are less than 4 GB each. The kernels named _lds count
-// elements and units in 32 bits, of which 256 rows of w have less than 4 G, and bytes in 64.
+// Geometry: blockIdx.x (+ block0) counts tiles_m * tiles_n tiles, once for each of n_splits splits
+// of K; blockIdx.z counts the batches of x. One tile goes through K no faster than the latency of
+// its loads permits. So where there are fewer tiles than the chip holds blocks, several blocks
+// split the K of each, in whole steps: they store their sums in `work`, and matmul_merge, a second
+// launch, adds them up in the order of the splits.
+// Tiles: ROCQ_K_MATMUL_M rows by ROCQ_K_MATMUL_F16_N, _F16_N_FEW, _INT8_N or _F32_N columns, with
+// 128 threads (matmul_f32: 256). Those of the kernels named _lds are in ROCQ_K_LDS_TILES and
+// ROCQ_K_LDS_DECODED_TILES. Rows past M repeat row M - 1 and columns past N repeat column N - 1;
+// they are not stored. The order of a sum over K depends neither on n nor on the tile, but the
+// kernels named _lds have an order of their own.
+// Numbers of units and offsets within a tile are 32-bit: 128 rows of w and 128 columns of x have
+// less than 4 GB each. The kernels named _lds count elements and units in 32 bits, of which 256
+// rows of w have less than 2^32, and bytes in 64 bits.
 
 // Where a block's tile lies. Tiles are counted in bands of MATMUL_BAND tiles along M, and within a
 // band along M first: blocks that run at the same time then share both rows of w and columns of x
@@ -4402,8 +4399,8 @@ DEV u32x4 matmul_mask_halves(const u32x4 &vector, int64_t k, int64_t n) {
 }
 
 // c += w x over 16 * n16 elements of K. w and x point into LDS to the wave's first row and column;
-// 16 * USED columns are multiplied, of which each 16 are x_stride halves behind the last. A
-// fragment's registers are loaded again as soon as its last product is issued.
+// 16 * USED columns are multiplied, whose fragments are x_stride halves apart. A fragment's
+// registers are loaded again as soon as its last product is issued.
 template <int TM, int TN, int USED>
 DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n16,
                          int x_stride = 16 * MATMUL_F16_ROW) {
@@ -4437,9 +4434,8 @@ DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n1
     }
 }
 
-//
-// matmul_experts: the same tile, of 32 or 64 columns, for the product by expert. As a weight is
-// decoded once for all columns of a tile, 64 are for prompts that fill them: a wave then has 32 by
+// With EXPERTS it is matmul_experts, the product by expert, in tiles of 32 or 64 columns. A weight
+// is decoded once for all columns of a tile, so 64 are for prompts that fill them: a wave has 32 by
 // 64, LDS is 27 KB, and of a tile with up to 32 columns only those are multiplied. experts_sort
 // tells which expert's matrix it multiplies, and which pairs of a token and a slot its columns are;
 // a block whose tile is empty leaves. With w2 rows 0 to 63 of the tile are of w and 64 to 127 of
@@ -4480,7 +4476,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
     const int t = (int)thread_index(), wave = matmul_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
     const int chunk = t % CHUNKS,
-              row = t / CHUNKS; // of vectors: 8 lanes read a cache line of a row
+              row = t / CHUNKS; // 8 lanes read the vectors of a row's cache line
 
     // x. Columns past the last repeat it: offsets are limited to that of the last column
     const char *const x = (const char *)a.x + at.x_column * a.x_stride * 2;
@@ -4660,20 +4656,21 @@ ROCQ_K_ALL_FORMATS(ROCQ_X, )
 // innermost in memory of the result, and in each operand r is innermost or, transposed, its rows.
 // Elsewhere these kernels are empty, and no launch has them.
 //
-// A tile is BM rows, 64 a group of four waves, by BN columns; a step is 64 of r. LDS has STAGES of
-// them, which are copied as they lie, asynchronously and AHEAD steps ahead. With AHEAD = STAGES - 2
-// a step's products are begun before the wait for those of the step before, so that a block that is
-// alone on its compute unit always has work for the matrix unit; with STAGES - 1 they are waited
-// for at once, while other blocks multiply. Eight threads copy a line, with zeros past the last r
-// and row, where nothing is read. LDS, which a launch asks for: ROCQ_K_LDS_BYTES; the epilogue uses
-// the same. On an H200 410 to 640 TFLOPS from 4096 rows on.
+// A tile is BM rows, 64 for each group of four waves, by BN columns; a step is 64 of r. LDS is a
+// ring of STAGES steps, which are copied unchanged, asynchronously and AHEAD steps ahead. With
+// AHEAD = STAGES - 2 a step's products are begun before the wait for those of the step before, so
+// that a block that is alone on its compute unit always has work for the matrix unit; with
+// STAGES - 1 they are waited for at once, while other blocks multiply. Eight threads copy a line of
+// 64 elements, with zeros past the last r and row, where nothing is read. A launch asks for the
+// LDS, ROCQ_K_LDS_BYTES; the epilogue uses the same. On an H200 410 to 640 TFLOPS from 4096 rows.
 struct lds_operand {
     const char *data; // the tile's first row at r 0
     int64_t stride;   // bytes from row to row; transposed: from r to r
     int32_t rows;     // from the tile's first row on
 };
-// A thread's lines, THREADS / 8 apart, have the same swizzle, and their addresses are found by
-// adding: on an H200 that makes products of 512 columns 1.05 times as fast.
+// A thread's lines are THREADS / 8 apart and so have the same swizzle (see >>wmma_lds). Each
+// address is the one before plus a constant: on an H200 that makes products of 512 columns 1.05
+// times as fast.
 template <bool TURNED, int ROWS, int THREADS>
 DEV void lds_load(const lds_operand &from, int32_t r0, int32_t n_r, f16 *to) {
     const int t = (int)thread_index(), vector = t % 8, first = t / 8;
@@ -4874,13 +4871,13 @@ DEV void matmul_lds(const rocq_k_matmul_args &a) {
 ROCQ_K_LDS_FORWARD_TILES(ROCQ_X, )
 #undef ROCQ_X
 
-// matmul of the other formats, but F32, on such chips: as matmul_lds, with w decoded to F16 into
-// the tile. In each step a thread decodes one unit of UNITS rows (BF16: some vectors), which it
-// loaded a step earlier, while the matrix unit still has the products of the step before. The stage
-// of LDS that it writes is free: all waves had waited for the last products that read it when they
-// came to the last barrier. K is a multiple of 8; what a block format lacks of the last step counts
-// as 0. Weights are rounded as by matmul_f16, and sums have another order. On an H200 195 to 365
-// TFLOPS from 512 columns on.
+// matmul of the other formats, except F32, on chips with WMMA_TILES: as matmul_lds, with w decoded
+// to F16 into the tile. In each step a thread decodes one unit of each of UNITS rows (BF16: VECTORS
+// vectors), which it loaded a step earlier, while the matrix unit still has the products of the
+// step before. The stage of LDS that it writes is free: each wave had waited for its last products
+// that read it before it came to the last barrier. K is a multiple of 8; a block format's missing
+// half of the last step counts as 0. Weights are rounded as by matmul_f16, and sums have another
+// order. On an H200 195 to 365 TFLOPS from 512 columns on.
 template <int F, int BN, int BM, int STAGES, int AHEAD>
 DEV void matmul_lds_decoded(const rocq_k_matmul_args &a) {
     enum {
@@ -5038,8 +5035,8 @@ KERNEL(matmul_halves, rocq_k_matmul_args, 256) {
 // matmul_int8: x in planar Q8_0, w's codes as int8. The matrix unit gives the sum of a group (32 of
 // K; 16 where a unit has two scales) as an exact integer. It is multiplied by the scales of its row
 // and its column and added to the F32 sums. For a min, min times the sum of x's group is
-// subtracted; that sum is computed when x is staged. Offsets such as Q4_0's 8 are subtracted from
-// the codes when w is.
+// subtracted; x's sums are computed when x is staged, and offsets such as Q4_0's 8 are subtracted
+// from codes when w is.
 //
 // A step is 64 of K, two units a row. A thread decodes one of the two units of two rows of w and of
 // a column of x. Waves 2 by 2, each 64 rows by 32 columns, 64 sums a lane. LDS: 17 to 21 KB; rows
@@ -5667,7 +5664,8 @@ DEV const char *attend_row(const attend_rows &t, const attend_place &at, int r) 
 }
 
 // Loads a thread's share of a tile of K or V. Past the end it loads the last position, and past
-// head_dim the last chunk, again; those are dropped on the way to LDS.
+// head_dim the last chunk, again. attend_put puts zeros in their place, but for K past the end,
+// whose scores attend_hide sets to -infinity.
 template <typename S, bool V>
 DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at,
                       int thread) {
@@ -5758,7 +5756,8 @@ DEV void attend_stage_wide(f16 *tile, u32x4 (&raw)[S::LOADS], int format, const 
         attend_put<S, V>(tile, h, p, t, at, thread);
     }
 }
-// Stages a tile without a prefetch, from memory to LDS: by chunks, and element by element.
+// Stages a tile from memory to LDS without a prefetch: attend_stage_direct by chunks,
+// attend_stage_any element by element.
 template <typename S, bool V, int WAY>
 DEV void attend_stage_direct(f16 *tile, const attend_rows &t, const attend_place &at, int thread) {
 #pragma unroll
@@ -6637,7 +6636,7 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
             len = len < 1 ? 1 : a.n_kv;
         }
     }
-    // To merge two or three runs takes as long as to have one that is longer.
+    // In a short head two or three runs save no more time than merging them takes.
     enum { ROUND = S::TILE * S::WAVES };
     const int most = min(len / ROUND, a.step);
     const int n = most < 4 && len <= ROCQ_K_STEP_RUN ? 1 : max(most, 1);
@@ -6649,8 +6648,9 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
     const bool paged = a.page_table != 0;
     const char *const k_base = row_of(a.k, kv_head, 0, paged ? 0 : seq),
                      *const v_base = row_of(a.v, kv_head, 0, paged ? 0 : seq);
-    const uint32_t k_step = (uint32_t)a.k.stride[1] & 0xffffff, // a product of 24
-                   v_step = (uint32_t)a.v.stride[1] & 0xffffff; // bits is one instruction
+    // The mask tells the compiler that 24-bit products do, each of which is one instruction.
+    const uint32_t k_step = (uint32_t)a.k.stride[1] & 0xffffff,
+                   v_step = (uint32_t)a.v.stride[1] & 0xffffff;
     const uint32_t chunk_at = 16u * (uint32_t)chunk;
     // In each half of its group's positions, the lane weighs one.
     const int own = S::POSITIONS * group + chunk / (S::LANES / 8);
@@ -7423,8 +7423,8 @@ DEV void load_tile(int32_t format, bool wide, const char *row, int n, int base, 
 // quantized y needs all elements, is in 8 neighbouring lanes.
 // Geometry: a block a row of the one or two norms, 32 to 512 threads as the host chooses. LDS: 384
 // bytes.
-// Bytes: x and weight once if K <= 16 threads (8192 with 512): then they stay in registers, and all
-// loads are issued before one is used, because the one row of a decode step is bound by latency.
+// Bytes: x and weight once if K <= 16 * threads (8192 with 512): then they stay in registers, and
+// all loads are issued before one is used, as the one row of a decode step is bound by latency.
 // Else x once per pass, of which there are three with center and two without. y once. Sums are F32
 // in a fixed order: a lane's own elements, then a tree over the lanes, then one over the waves.
 enum { NORM_QUADS = 4 }; // of a tile
@@ -7519,16 +7519,16 @@ KERNEL(norm, rocq_k_norm_args, 512) {
 //
 // Geometry: 256 threads. With Q = ceil(D / 4) quads a head, a block takes heads = max(1, 256 / Q)
 // heads of one stream and token. A stream has slices = ceil(its heads / heads) blocks a token; S is
-// the sum over all streams. Block b is slice b % S of token b / S, and there are tokens S blocks. A
-// thread takes a quad of a head, so a unit is in 8 neighbouring lanes. Heads of more than 1024
+// the sum over all streams. Block b is slice b % S of token b / S, and there are tokens * S blocks.
+// A thread takes a quad of a head, so a unit is in 8 neighbouring lanes. Heads of more than 1024
 // elements take several rounds.
 // The angles of a token are computed once in a block and shared by its heads in 2 KB of LDS. A
 // decode step's launch is bound by latency, so the angles and the loads of pos, cell and x
 // do not depend on each other.
 // x may be y, and with NEOX the elements of a pair are loaded by two lanes. Therefore all loads of
 // rotated elements, which are in the first round, come before the barrier and all stores after it.
-// Bytes: x and y once. Some 12 double operations a thread, at 1/32 of the rate, cost less than the
-// loads.
+// Bytes: x and y once. Angles take a thread some 12 operations in double, at 1/32 of F32's rate,
+// which cost less than the loads.
 KERNEL(rope, rocq_k_rope_args, 256) {
     LDS(float, cosine, 256);
     LDS(float, sine, 256);
@@ -7570,7 +7570,6 @@ KERNEL(rope, rocq_k_rope_args, 256) {
 
 // -- activate, glu, add, mul, scale, cast --
 
-// Bytes of a row.
 DEV int64_t row_bytes_of(const rocq_k_tensor &t) {
     return (int64_t)(t.ne[0] / format_elems(t.format)) * format_bytes(t.format);
 }
@@ -7670,7 +7669,7 @@ KERNEL(map, rocq_k_map_args, 256) {
 //
 // A block takes a row and thread t its quads t, t + threads, ... Geometry: a block a row, 32 to 256
 // threads as the host chooses. LDS: 256 bytes.
-// Bytes: x and mask once if K <= 32 threads (8192 with 256), where they stay in registers; else
+// Bytes: x and mask once if K <= 32 * threads (8192 with 256), as they stay in registers then; else
 // three times.
 KERNEL(softmax, rocq_k_softmax_args, 256) {
     LDS(float, work, 2 * BLOCK_WORK);
@@ -7775,9 +7774,9 @@ DEV void planar_values(const void *x, int64_t n_units, int64_t unit, int i, floa
 // Geometry: 256 threads. A thread takes a quad of y, of which a row has ceil(ne0 / 4), counted
 // through all rows; there must be fewer than 2^32. Neighbouring lanes write neighbouring quads, so
 // stores are contiguous, 16 bytes a lane (F16: 8). The 8 lanes of a unit load the same scale and,
-// of a planar tensor, the same codes, which is one request of the wave. In F32 the 4 bytes written
-// for each weight take the most time; decoding the whole unit in each lane takes far less than the
-// ALU has meanwhile. With scale 1 the result has the bits of rocq_dequantize.
+// of a planar tensor, the same codes, which is one request of the wave. Each lane decodes the whole
+// unit, which the stores hide: in F32 they are 4 bytes for each weight. With scale 1 the result has
+// the bits of rocq_dequantize.
 KERNEL(decode, rocq_k_decode_args, 256) {
     if (a.y.ne[0] == 0) return;
     const uint32_t at = (a.common.block0 + block_index()) * 256 + thread_index();
@@ -7848,8 +7847,7 @@ template <int mask> DEV best_of wave_better(const best_of &b) {
     const int i = wave_xor<mask>(b.i);
     return is_better(x, i, b) ? best_of{x, i} : b;
 }
-// The best of a block. xs and is have room for one a wave, and may be used for something else
-// afterwards.
+// The best of a block. xs and is have room for one a wave, and are free again afterwards.
 DEV best_of block_best(best_of b, float *xs, int *is) {
     b = wave_better<16>(wave_better<8>(wave_better<4>(wave_better<2>(wave_better<1>(b)))));
     if (lane_index() == 0) {
@@ -7939,8 +7937,8 @@ enum {
     SAMPLE_BINS = 1 << SAMPLE_BITS,
     SAMPLE_LIST = 1024, // candidates of a list: one a thread
     SAMPLE_QUADS = 4,   // of a tile of logits
-    SAMPLE_TOP_K = 0, SAMPLE_TOP_P, SAMPLE_DRAW, // the steps, then their orders: TOP_K and TOP_P go
-    SAMPLE_BY_RANK = 0, SAMPLE_BY_TOKEN,         // by rank, DRAW by token
+    SAMPLE_TOP_K = 0, SAMPLE_TOP_P, SAMPLE_DRAW, // the steps
+    SAMPLE_BY_RANK = 0, SAMPLE_BY_TOKEN,         // orders: of TOP_K and TOP_P, and of DRAW
     SAMPLE_UNSORTED
 };
 
@@ -8001,11 +7999,11 @@ DEV uint64_t block_scan(uint64_t x, unsigned long long *work, uint64_t &total) {
     return before + wave_sum64(lane_index() < wave_index() ? of_wave : 0);
 }
 
-// Sorts the keys of 1024 threads, one each, in ascending order. size: a power of two; no key from
-// there on is less than one before, so only the first size keys are sorted. work: LDS [2048]. A
-// bitonic sort: it makes sorted runs of `run` keys, every other one descending, from pairs of runs
-// of half the length. It compares keys that are `apart`, in LDS, or by lane exchanges within a
-// wave.
+// Sorts the keys of 1024 threads, one each, in ascending order. size, a power of two: only the
+// first size keys are sorted, as none of the others is less. work: LDS [2048]. A bitonic sort: it
+// makes sorted runs of `run` keys, every other one descending, from pairs of runs of half the
+// length. Keys that are compared are `apart`: they meet in LDS or, within a wave, by exchanges
+// between lanes.
 DEV uint64_t sort_keep(uint64_t own, uint64_t other, int apart, int run) {
     const int t = (int)thread_index();
     const bool least = ((t & apart) == 0) == ((t & run) == 0);
@@ -8522,9 +8520,9 @@ KERNEL(shortconv, rocq_k_shortconv_args, 256) {
 // the lengths of k and q for themselves. Geometry: 256 threads.
 //   delta_net takes longer texts in chunks of 16 tokens: the block finds k', q' and the gates of a
 // chunk once, not once for each column, and keeps them in LDS, while what the next chunk reads is
-// in flight in registers. Inside a chunk a token waits for the one before through two sums only:
-// S^T k', and the exchanges, in which the y of the token before is added up too. Geometry: 128
-// threads.
+// in flight in registers. Inside a chunk a token waits for the one before through S^T k' alone: a
+// sum within lanes and three exchanges, by which the y of the token before is added up too.
+// Geometry: 128 threads.
 //   Both add in the same order, so a text has the same bits however its tokens are cut into calls.
 // Bytes: the state once in and once out, which bounds a step of one token: 2 MB a layer of 32 heads
 // of 128. Long texts: 7 flops for each token and element of S, 4 instructions. The chunked form of
@@ -8698,7 +8696,6 @@ KERNEL(delta_net, rocq_k_delta_net_args, 128) {
     }
 }
 
-// -- delta_step --
 DEV float sum_of_8(float x) { // over 8 neighbouring lanes; each gets the same bits
     x += wave_xor<1>(x);
     x += wave_xor<2>(x);
@@ -8784,13 +8781,13 @@ KERNEL(delta_step, rocq_k_delta_net_args, 256) {
 }
 
 // -- ranges --
-// Copies ranges of memory to or from one block, fills them, or compares them with their copies: all
-// in one launch, where a copy of each by the runtime would take two microseconds for a few bytes.
+// Copies ranges of memory to or from one buffer, fills them, or compares them with their copies, in
+// one launch, where a copy of each by the runtime would take two microseconds for a few bytes.
 //
-//   ranges  of any addresses and sizes, sorted by where their copies begin in the block
+//   ranges  of any addresses and sizes, sorted by where their copies begin in the buffer
 //
-// Geometry: 256 threads. A thread takes 16 bytes of the block, which are of one range, and searches
-// the list for it. It takes words where these are whole and aligned, else bytes.
+// Geometry: 256 threads. A thread takes 16 bytes of the buffer, which are of one range, and finds
+// the range by a binary search. It takes words where these are whole and aligned, else bytes.
 
 template <typename T>
 DEV void ranges_part(const rocq_k_ranges_args &a, const rocq_k_range *range, uint64_t address,
@@ -9172,8 +9169,7 @@ DEV void conv_stage_any(const rocq_k_conv_args &args, const conv_place &p, const
     }
 }
 
-// Finishes y of channels m to m + 7 at a position from their sums v. loaded: of residual, if there
-// is one.
+// Finishes y of channels m to m + 7 at a position from their sums v. loaded: of residual, or 0.
 DEV void conv_put(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t frame, int32_t m,
                   const conv_raw &loaded, float v[8]) {
 #pragma unroll
@@ -9282,8 +9278,8 @@ DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
 }
 
 // c += w z over 16 n16 elements of K, by fragments. w and z point into LDS to the wave's first
-// channel and position; w's chunks are w_chunk halves apart, z's lines of 8 positions line. As in
-// matmul_multiply a fragment's registers are loaded again as soon as its last product is issued.
+// channel and position. Chunks of w are w_chunk halves apart, and lines of 8 positions of z `line`.
+// A fragment's registers are loaded again as soon as its last product is issued.
 template <int TM, int TN>
 DEV void conv_multiply(frag_c (&c)[TM][TN], const f16 *w, int w_chunk, const f16 *z, int line,
                        int n16) {
@@ -9453,10 +9449,9 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         const f16 *const own_w = wt + buffer * W_TILE;
         const f16 *const own_z = patch + at.part * (CONV_W_CHUNKS * CONV_CHUNK) + at.tap * 8;
         if constexpr (FROM_LDS) {
-            if (n16 == N16) conv_multiply_lds<TM, N16>(c, own_w, W_CHUNK, own_z, a.patch_w);
-            else if (n16 == 1) conv_multiply_lds<TM, 1>(c, own_w, W_CHUNK, own_z, a.patch_w);
-            else if (n16 == 2) conv_multiply_lds<TM, 2>(c, own_w, W_CHUNK, own_z, a.patch_w);
-            else conv_multiply_lds<TM, 3>(c, own_w, W_CHUNK, own_z, a.patch_w);
+            static_assert(N16 == 2, "n16 is 1 or 2");
+            if (n16 == 2) conv_multiply_lds<TM, 2>(c, own_w, W_CHUNK, own_z, a.patch_w);
+            else conv_multiply_lds<TM, 1>(c, own_w, W_CHUNK, own_z, a.patch_w);
         }
         at = conv_next(a, at);
         buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
@@ -9486,10 +9481,10 @@ ROCQ_K_CONV_TILES(ROCQ_X, )
 //
 // Sums of a group of four waves, 64 channels by 64 positions at a time, lie in LDS by positions,
 // CONV_LDS_STRIDE floats apart. Of each vector of eight channels the first four lie in the first
-// half of that, the others in the second, four floats apart from it: so the eight threads that read
-// a position, and the lanes that write the fragments, meet all banks. Four positions of eight
-// channels are a thread's: own is its index in the group, m its first channel, oy0 the row of the
-// first of 8 by 8 positions.
+// half of a position's floats, the others in the second, from CONV_LDS_HIGH on. So the threads that
+// read a position, and the lanes that write the fragments, meet all banks. Below, `own` is a
+// thread's index in its group; the thread stores eight channels, from m on, of four of the 8 by 8
+// positions from row oy0 on.
 enum { CONV_LDS_STRIDE = 64 + 4, CONV_LDS_HIGH = 32 + 4 };
 DEV int conv_lds_slot(int channel) {
     return channel / 8 * 4 + channel % 4 + channel / 4 % 2 * CONV_LDS_HIGH;
@@ -9566,8 +9561,8 @@ DEV void conv_lds_bias(const rocq_k_conv_args &a, int32_t m, bool live, float (&
 
 // conv_lds_64: 3x3 taps, up to 64 channels to up to 64 (TAESD's layers), kt = 1, one split. All
 // weights stay in LDS: blocks are as many as compute units, and each takes one tile after another,
-// so that weights are copied once for a unit and not once for a tile, and no step of the sums waits
-// for a copy or a barrier.
+// so that weights are copied once for a block and not once for a tile, and no step of the sums
+// waits for a copy or a barrier.
 //
 // A block has ROCQ_K_CONV_LDS_GROUPS groups of four waves, which share the weights and nothing
 // else: a group has tiles and two patches of its own, so that one group finishes its tile while
@@ -9999,10 +9994,10 @@ KERNEL(conv_merge, rocq_k_conv_args, 256) {
 // picture.
 //
 // norm_stats: per channel, over a share of a frame's positions. A thread takes 8 neighbouring
-// channels of every step-th position, and sums differences from the first element of each channel
-// that it met and their squares. Then one thread a channel merges those of the threads in their
-// order, and stores mean and sum in work, [2, C, shares, N]. Geometry: 256 threads; blockIdx.x
-// counts blocks of 256 channels fastest, then shares; blockIdx.z frames. LDS: 16 KB.
+// channels of every step-th position. Of each channel it sums the differences from the first
+// element that it met, and their squares. Then one thread a channel merges the threads' moments in
+// their order, and stores mean and sum in work, [2, C, shares, N]. Geometry: 256 threads;
+// blockIdx.x counts blocks of 256 channels fastest, then shares; blockIdx.z frames. LDS: 16 KB.
 // norm_stats_merge: one block of 256 threads a group and frame. A thread merges every 256th of its
 // channels and shares in their order, then pairs of threads are merged. Bytes: x once.
 struct stats_moments { float n, mean, sum; };
@@ -10013,7 +10008,7 @@ DEV stats_moments stats_merge(const stats_moments &a, const stats_moments &b) {
     return {n, fmaf(d, share, a.mean), a.sum + fmaf(d * d, a.n * share, b.sum)};
 }
 
-// Positions of a share: the first, and how many.
+// The first position of a share, which ends where the next one begins.
 DEV int32_t stats_first(const rocq_k_norm_stats_args &a, int32_t share) {
     const int64_t positions = (int64_t)a.x.ne[1] * a.x.ne[2];
     return (int32_t)(positions * share / a.n_shares);
@@ -10235,7 +10230,7 @@ KERNEL(pixels, rocq_k_pixels_args, 256) {
 // -- matmul_backward --
 // c[k, row] = activation'(z) scale sum over r of a(row, r) b[k, r] + before: for dx a row is a
 // column n of dy, r a row m, a is dy and b is w; for dw a row is a row m of w, r a column n, a is
-// dy transposed ("transposed" in names) and b is x.
+// dy transposed (TURNED in the code) and b is x.
 //
 //   b    F16 [K, R], or planar blocks; a F16 [R, rows], or transposed [rows, R]: rows at multiples
 //        of 16 bytes, readable up to the next such multiple; what lies there has no effect
@@ -10275,8 +10270,7 @@ DEV backward_place backward_place_of(const rocq_k_backward_part &a, uint32_t blo
     return p;
 }
 
-// A launch has the blocks of dx, those of dw, or both. Whether a block is of dw, and which of its
-// part it is.
+// A launch has the blocks of dx, of dw, or both. Whether a block is of dw; block: its place there.
 DEV bool backward_is_dw(const rocq_k_matmul_backward_args &a, uint32_t &block) {
     const uint32_t own = a.common.block0 + block_index();
     const bool of_dw = own - a.dw.block0 < a.dw.n_blocks;
@@ -10471,9 +10465,9 @@ DEV void backward_clear_tail(uint32_t r, uint32_t group, uint32_t n_r, u32x4 (&v
     }
 }
 
-// F: the format of b. TURNED: dw, for which a is transposed, with rows innermost; else dx.
 enum { BACKWARD_LDS = 2 * BACKWARD_TILE * BACKWARD_ROW / 8 }; // u32x4
 static_assert(4 * 32 * BACKWARD_STRIDE <= 16 * BACKWARD_LDS, "backward_finish's work");
+// F: the format of b. TURNED: dw, for which a is transposed, with rows innermost; else dx.
 template <int F, bool TURNED>
 DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t block,
                              u32x4 *tile) {
@@ -10495,7 +10489,7 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
     if constexpr (TURNED) from_a = backward_source_of(a.a, a.a_stride, at.row0, a.n_rows, chunk);
     u32x4 bv[PLAIN ? 8 : 1], av[8];
 
-    // Planar b: a unit of 32 k, of four, of two neighbouring rows
+    // Planar b: one of the tile's four units of 32 k, of two neighbouring rows
     raw<F> br[2];
     planes<F> p;
     const uint32_t row_units = (uint32_t)a.n_k / 32, pair_r = (uint32_t)t / 4 * 2;
@@ -10602,8 +10596,8 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
     backward_finish<TURNED>(args, at, c, (float *)tile);
 }
 
-// The epilogue of matmul_backward, or the sums of a split of r. dw is F32 and has no z: without the
-// code for both, of which a lane's quads have a copy each, the kernels are shorter.
+// The epilogue of matmul_backward, or the sums of a split of r. OF_DW tells the compiler that dw is
+// always F32 and has no z: each of a lane's quads has a copy of this code.
 template <bool OF_DW, int BN>
 DEV void backward_lds_finish(const rocq_k_backward_part &a, const backward_place &at,
                              const frag_c (&c)[BN / 16], float *work) {
@@ -10696,8 +10690,8 @@ DEV void matmul_backward_lds(const rocq_k_backward_part &a, uint32_t block, u32x
     backward_lds_finish<TURNED, BN>(a, at, c[0], (float *)tile);
 }
 
-// Those of a part whose tiles a kernel has: of THREADS threads, with BLOCKS blocks on a compute
-// unit. Within these the columns tell them apart.
+// A block of dx or dw. Its kernel has the tiles of ROCQ_K_LDS_TILES that take THREADS threads, with
+// BLOCKS blocks on a compute unit; a.columns selects one of these.
 template <bool TURNED, int THREADS, int BLOCKS>
 DEV void backward_lds_part(const rocq_k_backward_part &a, uint32_t block, u32x4 *tile) {
 #define ROCQ_X(X, name, columns_, rows, steps, ahead, blocks)                             \
@@ -10752,7 +10746,8 @@ DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, floa
     const backward_place at = backward_place_of(a, block, BACKWARD_TILE, BACKWARD_TILE, BK);
     const int t = (int)thread_index(), wave = matmul_wave(), lane = lane_index();
     const int tk = wave % 2 * 8 + lane % 8, trow = wave / 2 * 4 + lane / 8;
-    // Copies 16 elements of row t / 8 of the step; those past n are others of the row
+    // Copies 16 elements of row t / 8 of the step; in place of those past n, others of the row,
+    // whose products are not stored
     const auto copy = [&](float *to, const void *from, int64_t stride, int32_t first, int32_t n,
                           uint32_t step) {
         const int32_t r = (int32_t)step * BK + t / 8, last = (n - 1 - first) / 4;
@@ -11378,7 +11373,7 @@ ROCQ_K_BACK_DIMS(ROCQ_X, unused)
 // The other blocks are for dx: up to K = 1024 a wave takes a row, so that no barrier is in its way,
 // else all of the block. Of a row of up to 24 elements a thread x and dy are read once and stay in
 // registers; of a longer one they are read twice, for the means and for dx, the second time from a
-// cache. LDS: 8.5 KB. Bytes: dy, x, residual and dx once, where other reads meet a cache.
+// cache. LDS: 8 KB. Bytes: dy, x, residual and dx once, where other reads meet a cache.
 enum { NORM_BACKWARD_ROWS = 4, NORM_BACKWARD_QUADS = 6 }; // loaded at once
 
 DEV float norm_at(const rocq_k_tensor &t, const place &at) { // mean or rstd of a row
@@ -11413,7 +11408,7 @@ DEV void norm_backward_sums(const rocq_k_norm_backward_args &a, uint32_t block, 
 #pragma unroll
         for (int i = 0; i < R; i++) {
             float x[4], dy[4];
-            if (r + 8 * (uint32_t)i >= end) continue; // where 0 inf would be NaN
+            if (r + 8 * (uint32_t)i >= end) continue; // else 0 times an infinity would be NaN
             floats4(a.x.format, x_raw[i], x);
             floats4(a.dy.format, dy_raw[i], dy);
 #pragma unroll
@@ -11589,7 +11584,7 @@ KERNEL(map_backward, rocq_k_map_backward_args, 256) {
 // A block takes token i, and acts only if no earlier token has its id; then it adds all later ones
 // as well. It looks through the ids 1024 at a time: 32 words in LDS have a bit for each that is
 // equal, and from them follows a list, in order. A thread takes every 256th quad of the row, and
-// loads eight rows of the list at a time. Geometry: a block of 256 threads a token. LDS: 4.3 KB.
+// loads eight rows of the list at a time. Geometry: a block of 256 threads a token. LDS: 4.1 KB.
 // Bytes: dy once, the rows of dtable twice; the ids once for each token, from L2: 64 MB for 4096.
 KERNEL(gather_backward, rocq_k_gather_backward_args, 256) {
     LDS(uint32_t, mask, 32);
@@ -11651,7 +11646,7 @@ KERNEL(gather_backward, rocq_k_gather_backward_args, 256) {
             }
             put_floats(ROCQ_F32, wide, (char *)row, k, count, v);
         }
-        block_sync_lds(); // of the list, before the next 1024
+        block_sync_lds(); // the list has been read, before the next 1024
     }
 }
 
@@ -11666,7 +11661,7 @@ KERNEL(gather_backward, rocq_k_gather_backward_args, 256) {
 // of exp(logit - largest), scaling the sum down where a tile has a larger one; then the sums are
 // rescaled to the block's largest and added up. A second pass writes the gradient; the thread that
 // has the target's element then writes that again, with the target's term.
-// Geometry: a block a column, 32 to 1024 threads as the host chooses. LDS: 260 bytes.
+// Geometry: a block a column, 32 to 1024 threads as the host chooses. LDS: 256 bytes.
 // Bytes: logits twice, the second time from L2 where all columns under way fit, and dlogits once.
 enum { ENTROPY_QUADS = 4 };
 KERNEL(cross_entropy, rocq_k_cross_entropy_args, 1024) {
@@ -11829,8 +11824,8 @@ KERNEL(grad_norm, rocq_k_grad_norm_args, 256) {
 // to eight of 16 bytes, are under way together and stores are side by side. Geometry: 256 threads,
 // 2048 elements a block. Bytes: w, m and v twice, g once, or twice with clear, w16 once: 28 bytes
 // an element at least in F32. Some 60 instructions an element take less time than that.
-// 1 - beta^t is -expm1(t log beta); where exp is near 1 the difference would cancel, and the series
-// is summed.
+// 1 - beta^t is -expm1(t log beta). Where beta^t is near 1 the difference would cancel, so the
+// series is summed.
 DEV float one_less_power(float log_beta, float t) {
     const float x = t * log_beta;
     if (x < -0.35f) return 1.0f - exp_full(x);
@@ -12121,8 +12116,6 @@ static int entry_launch(const void *stub, unsigned grid_x, unsigned grid_z, unsi
     if (lds > 49152) {
         cudaFuncSetAttribute(stub, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)lds);
     }
-#endif
-#if defined(__CUDACC__)
     cudaLaunchAttribute overlap = {};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;

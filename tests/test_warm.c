@@ -252,7 +252,7 @@ static void test_ranges(void **state) {
     enum { BYTES = 16384, N = 12 };
     static const int32_t sizes[N] = {1, 2, 3, 4, 15, 16, 17, 31, 255, 256, 257, 5000};
     static unsigned char first[BYTES], other[BYTES], got[BYTES], expected[BYTES];
-    rocq__touched regions[N];
+    rocq__touched touched[N];
     rocq_graph graph;
     rocq__replay r;
     rocq_k_difference found;
@@ -262,7 +262,7 @@ static void test_ranges(void **state) {
     uint32_t random = 7;
     memset(&r, 0, sizeof r);
     memset(&graph, 0, sizeof graph);
-    memset(regions, 0, sizeof regions);
+    memset(touched, 0, sizeof touched);
     const rocq_desc desc = {.prefer = ROCQ_BACKEND_GPU};
     assert_int_equal(rocq_open(&r.ctx, &desc), ROCQ_OK);
     assert_int_equal(rocq_buffer_alloc(r.ctx, &buffer, BYTES), ROCQ_OK);
@@ -273,14 +273,14 @@ static void test_ranges(void **state) {
         other[i] = (unsigned char)(random >> 16);
     }
     r.graph = &graph;
-    r.regions = regions;
-    r.n_regions = N;
+    r.touched = touched;
+    r.n_touched = N;
     for (int k = 0, at = 1; k < N; k++) { // odd addresses and aligned ones, some side by side
         if (k % 3 == 0) at = (at + 63) / 16 * 16;
-        regions[k].range.begin = buffer.device.address + (uint64_t)at;
-        regions[k].range.end = regions[k].range.begin + (uint64_t)sizes[k];
-        regions[k].written = k % 4 != 1;
-        if (regions[k].written) memset(expected + at, ROCQ__REPLAY_FILL, (size_t)sizes[k]);
+        touched[k].range.begin = buffer.device.address + (uint64_t)at;
+        touched[k].range.end = touched[k].range.begin + (uint64_t)sizes[k];
+        touched[k].written = k % 4 != 1;
+        if (touched[k].written) memset(expected + at, ROCQ__REPLAY_FILL, (size_t)sizes[k]);
         at += sizes[k];
         assert_true(at <= BYTES);
     }
@@ -292,7 +292,7 @@ static void test_ranges(void **state) {
     assert_memory_equal(got, expected, BYTES);
     memcpy(expected, other, BYTES);
     for (int k = 0; k < N; k++) {
-        const uint64_t at = regions[k].range.begin - buffer.device.address;
+        const uint64_t at = touched[k].range.begin - buffer.device.address;
         memcpy(expected + at, first + at, (size_t)sizes[k]);
     }
     assert_int_equal(rocq_upload(r.ctx, &all, other, BYTES), ROCQ_OK);
@@ -301,21 +301,21 @@ static void test_ranges(void **state) {
     assert_memory_equal(got, expected, BYTES);
     const char *end = (const char *)r.aside->address + r.aside->size - ROCQ__LINE;
     const uint64_t difference = (uint64_t)(uintptr_t)end;
-    for (int k = -1; k < N; k++) { // each region's bytes, or some of them
+    for (int k = -1; k < N; k++) { // each range's bytes, or some of them
         const int step = k < 0 || sizes[k] < 300 ? 1 : 499;
         for (int i = 0; i < (k < 0 ? 1 : sizes[k]); i += step) {
-            const uint64_t to = k < 0 ? 0 : regions[k].range.begin + (uint64_t)i;
+            const uint64_t to = k < 0 ? 0 : touched[k].range.begin + (uint64_t)i;
             const unsigned char wrong = k < 0 ? 0 : got[to - buffer.device.address] ^ 1;
             memset(&found, 0, sizeof found);
-            assert_int_equal(rocq__replay_upload(r.ctx, difference, &found, sizeof found), ROCQ_OK);
-            if (k >= 0) assert_int_equal(rocq__replay_upload(r.ctx, to, &wrong, 1), ROCQ_OK);
+            assert_int_equal(rocq__upload_bytes(r.ctx, difference, &found, sizeof found), ROCQ_OK);
+            if (k >= 0) assert_int_equal(rocq__upload_bytes(r.ctx, to, &wrong, 1), ROCQ_OK);
             assert_int_equal(rocq__replay_launch(&r, ROCQ_K_COMPARE, r.size), ROCQ_OK);
             assert_int_equal(rocq__download_hip(r.ctx, &found, end, sizeof found), ROCQ_OK);
             assert_int_equal(found.n, k >= 0);
-            if (k < 0) continue; // region k is range k + 1, behind the status word
+            if (k < 0) continue; // touched[k] is range k + 1, behind the status word
             assert_true(found.copy <= r.ranges[k + 1].copy + i);
             assert_true(found.copy > r.ranges[k + 1].copy + i - 4);
-            assert_int_equal(rocq__replay_upload(r.ctx, to, got + (to - buffer.device.address), 1),
+            assert_int_equal(rocq__upload_bytes(r.ctx, to, got + (to - buffer.device.address), 1),
                              ROCQ_OK);
         }
     }
