@@ -9,7 +9,9 @@
 //
 //   frames/renderer/alone/FIGURE        FIGURE: median, p95, p99, worst (ms), late (% of frames)
 //   frames/MODEL/PRESET/FIGURE          with the context at work; PRESET: balanced, graphics_first,
-//                                       compute_first
+//                                       compute_first; or sliced, which is graphics_first with a
+//                                       step in slices (llama_eval_for), one of half a millisecond
+//                                       in each frame, as examples/frame.c speaks
 //   frames/MODEL/PRESET/tokens_per_s    beside the renderer
 //   frames/MODEL/alone/tokens_per_s     without it
 //
@@ -25,7 +27,7 @@
 #include "../examples/llama.h"
 #include "model.h"
 
-enum { PAST = 128, CONTEXT = 512, CHECKED = 16, PASSES = 12, FRAMES = 100000 };
+enum { PAST = 128, CONTEXT = 512, CHECKED = 16, PASSES = 12, FRAMES = 100000, SLICE_US = 500 };
 static const double frame_ns = 1e9 / 144, pass_ms = 3.0 / PASSES;
 
 // Of probe.hip: opens a stream on the GPU at this PCI address and finds out how much work takes
@@ -53,7 +55,21 @@ typedef struct model { // open on a context of its own
     rocq_gguf *file;
     llama_model m;
     rocq_info info;
+    bool sliced;
+    double next; // when its next frame begins
 } model;
+
+// Waits for the beginning of a frame, and moves it on to that of the next: what is missed is not
+// made up for.
+static void frame_begin(double *next) {
+    double now = (double)rocq_time_ns();
+    if (now < *next) {
+        const struct timespec wait = {.tv_sec = 0, .tv_nsec = (long)(*next - now)};
+        nanosleep(&wait, NULL);
+        now = (double)rocq_time_ns();
+    }
+    *next = *next + frame_ns > now ? *next + frame_ns : now;
+}
 
 // -- the renderer --
 
@@ -61,17 +77,11 @@ static void *draw_frames(void *arg) {
     renderer *r = (renderer *)arg;
     double next = (double)rocq_time_ns();
     while (!__atomic_load_n(&r->stop, __ATOMIC_ACQUIRE) && r->n < FRAMES && !r->error) {
-        double now = (double)rocq_time_ns();
-        if (now < next) {
-            const int64_t left = (int64_t)(next - now);
-            const struct timespec wait = {.tv_sec = 0, .tv_nsec = (long)left};
-            nanosleep(&wait, NULL);
-            now = (double)rocq_time_ns();
-        }
+        frame_begin(&next);
+        const double start = (double)rocq_time_ns();
         r->error = bench_renderer_draw(PASSES);
-        r->ns[r->n] = (double)rocq_time_ns() - now;
+        r->ns[r->n] = (double)rocq_time_ns() - start;
         r->n_late += r->ns[r->n++] > frame_ns;
-        next = next + frame_ns > now ? next + frame_ns : now; // what is missed is not made up for
     }
     return NULL;
 }
@@ -107,18 +117,24 @@ static void put_frames(bench *b, const char *what, renderer *r) {
 static bool step(model *k, int32_t past, int32_t *drawn) {
     static const rocq_sample_params greedy = {.temperature = 0};
     const int32_t token = past * 7919 % k->m.n_vocab;
+    int64_t done = k->sliced ? 0 : 1;
     k->m.n_past = past;
-    return llama_eval(&k->m, &token, 1, NULL) == ROCQ_OK &&
-           llama_sample(&k->m, &greedy, drawn) == ROCQ_OK;
+    if (!k->sliced && llama_eval(&k->m, &token, 1, NULL) != ROCQ_OK) return false;
+    while (done == 0) {
+        frame_begin(&k->next);
+        if (llama_eval_for(&k->m, &token, 1, SLICE_US, &done) != ROCQ_OK) return false;
+    }
+    return llama_sample(&k->m, &greedy, drawn) == ROCQ_OK;
 }
 
-static bool model_open(bench *b, model *k, const char *path, rocq_sharing sharing) {
+static bool model_open(bench *b, model *k, const char *path, rocq_sharing sharing, bool sliced) {
     const rocq_desc desc = {.prefer = ROCQ_BACKEND_GPU, .kernels_path = b->info.desc.kernels_path,
-                            .sharing = sharing};
+                            .sharing = sharing, .slice_us = sliced ? SLICE_US / 2 : 0};
     const llama_options options = {.n_ctx = CONTEXT, .n_batch = PAST};
     const rocq_gguf_desc source = {.path = path};
     int32_t prompt[PAST];
     memset(k, 0, sizeof *k);
+    k->sliced = sliced;
     if (rocq_open(&k->ctx, &desc) != ROCQ_OK || rocq_get_info(k->ctx, &k->info) != ROCQ_OK ||
         rocq_gguf_open(k->ctx, &k->file, &source) != ROCQ_OK ||
         llama_open(&k->m, k->ctx, k->file, &options) != ROCQ_OK ||
@@ -189,7 +205,11 @@ static void together(bench *b, renderer *r, model *k, const char *what, double s
 }
 
 static void measure(bench *b, const char *model_name, const char *path, double seconds) {
-    static const char *const presets[] = {"balanced", "graphics_first", "compute_first"};
+    static const struct { const char *name; rocq_sharing sharing; } presets[] = {
+        {"balanced", ROCQ_SHARING_BALANCED},
+        {"graphics_first", ROCQ_SHARING_GRAPHICS_FIRST},
+        {"compute_first", ROCQ_SHARING_COMPUTE_FIRST},
+        {"sliced", ROCQ_SHARING_GRAPHICS_FIRST}};
     static renderer r;
     static model k;
     int32_t expected[CHECKED];
@@ -197,13 +217,13 @@ static void measure(bench *b, const char *model_name, const char *path, double s
     char name[128], own[160];
     alone(b, &r, seconds);
     snprintf(own, sizeof own, "frames/%s/alone/tokens_per_s", model_name);
-    for (int preset = 0; preset < 3; preset++) {
+    for (int preset = 0; preset < 4; preset++) {
         bool ok = false;
-        snprintf(name, sizeof name, "frames/%s/%s/", model_name, presets[preset]);
+        snprintf(name, sizeof name, "frames/%s/%s/", model_name, presets[preset].name);
         const bool wanted = bench_wants(b, name), without = preset == 0 && bench_wants(b, own);
         name[strlen(name) - 1] = '\0';
         if (!wanted && !without) continue;
-        if (!model_open(b, &k, path, (rocq_sharing)preset)) {
+        if (!model_open(b, &k, path, presets[preset].sharing, preset == 3)) {
             bench_fail(b, name, k.m.error[0] ? k.m.error : "the context could not be opened");
         } else { // alone first: balanced has no limits but that of a launch
             const double tokens = decode(&k, without ? seconds : 0, expected, known, &ok);
