@@ -83,7 +83,7 @@ static void granitemoe_keys(rocq_gguf_writer *w) {
     .delta_heads = heads, .delta_dim = dim, .n_rot = 16, .rope_base = 1e6f
 #define GEMMA3 .n_layers = 7, .tied = true, .window = 16, .rope_base = 1e6f
 #define GEMMA4(layers, every, dim) .n_layers = layers, .globals = every, .local_dim = dim,         \
-    .tied = true, .window = 16, .rope_base = 1e6f, .final_cap = 30
+    .tied = true, .window = 16, .rope_base = 1e6f
 #define YARN3 .rope_base = 1e6f, .rope_scaling = "yarn", .rope_factor = 4, .n_ctx_orig = 16,       \
     .edit = mistral3_keys
 #define GEMMA .n_layers = 3, .tied = true, .window = 16, .attention_cap = 1, .final_cap = 30
@@ -150,8 +150,9 @@ static const model_spec specs[] = {
     {"gemma3-Q4_0", "gemma3", SIZES(320, 5, 1, 64, 288, 301), .formats = q4_0, GEMMA3},
     {"gemma3-Q4_K", "gemma3", SIZES(256, 2, 1, 128, 256, 333), .formats = q4_K, GEMMA3},
 
+    // Without the key llama.cpp caps logits at 30.
     {"gemma4-F32", "gemma4", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, GEMMA4(9, 3, 32),
-     .n_shared_kv = 3, .n_apart = 48, .n_ff_shared = 416},
+     .final_cap = 20, .n_shared_kv = 3, .n_apart = 48, .n_ff_shared = 416},
     {"gemma4-large", "gemma4", SIZES(192, 6, 3, 64, 224, 333), .formats = f32, GEMMA4(6, 3, 32),
      .global_kv_heads = 2, .keys_as_values = true},
     {"gemma4-512", "gemma4", SIZES(256, 2, 1, 512, 256, 301), .formats = f32, GEMMA4(4, 2, 256),
