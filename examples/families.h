@@ -120,7 +120,7 @@ static const struct llama__family {
      .period = 2, .caps = true, .attention_cap = 50, .final_cap = 30, .odd = 46},
     {.name = "gemma3", .bit = LLAMA__GEMMA3, .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_GELU,
      .norm_eps = LLAMA__RMS_EPS, .root_embedding = true, .windows = true, .period = 6,
-     .local_base = 10000, .odd = 62},
+     .local_base = 10000, .caps = true, .odd = 62},
     {.name = "gemma4", .bit = LLAMA__GEMMA4S, .pairing = ROCQ_ROPE_NEOX,
      .activation = ROCQ_ACT_GELU, .norm_eps = LLAMA__RMS_EPS, .root_embedding = true,
      .windows = true, .window = LLAMA__REQUIRED, .local_base = 10000, .caps = true,

@@ -146,7 +146,7 @@ static const model_spec specs[] = {
 
     {"gemma3-F32", "gemma3", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, GEMMA3},
     {"gemma3-linear", "gemma3", SIZES(128, 4, 2, 32, 192, 301), .formats = f32, GEMMA3,
-     .rope_scaling = "linear", .rope_factor = 8, .edit = gemma3_base},
+     .final_cap = 20, .rope_scaling = "linear", .rope_factor = 8, .edit = gemma3_base},
     {"gemma3-Q4_0", "gemma3", SIZES(320, 5, 1, 64, 288, 301), .formats = q4_0, GEMMA3},
     {"gemma3-Q4_K", "gemma3", SIZES(256, 2, 1, 128, 256, 333), .formats = q4_K, GEMMA3},
 
