@@ -86,7 +86,7 @@ static const struct llama__family {
     bool windows;           // attention.sliding_window counts;
     int32_t window, period; // its default, and that of which layers: see llama__read_windows
     float local_base;       // default rope base of layers with a window, which nothing stretches;
-                            // 0: they are like the others
+                            // 0: they are like the others, but where the file says otherwise
     int32_t no_rope;        // each so many-th layer turns nothing; 0 = none
     bool caps;              // logits, in attention and of tokens, can be capped;
     float attention_cap, final_cap; // defaults; attention_cap 0: those in attention never are
@@ -717,7 +717,9 @@ static rocq_result llama__read_ropes(llama_model *m, const rocq_gguf *file) {
     const struct llama__family *row = m->row;
     float local_base;
     int32_t local_dims = m->rope.n_dims;
-    LLAMA__TRY(llama__read_float(m, file, "rope.freq_base_swa", row->local_base, &local_base));
+    LLAMA__TRY(llama__read_float(m, file, "rope.freq_base_swa",
+                                 row->local_base > 0 ? row->local_base : m->rope.freq_base,
+                                 &local_base));
     if (row->mixed) {
         LLAMA__TRY(llama__read_int(m, file, "rope.dimension_count_swa", m->local_dim, &local_dims));
     }
@@ -729,10 +731,10 @@ static rocq_result llama__read_ropes(llama_model *m, const rocq_gguf *file) {
     for (int32_t i = 0; i < m->n_layers; i++) {
         rocq_rope_config *rope = &m->layers[i].rope;
         *rope = m->rope;
-        if (row->local_base > 0 && m->layers[i].window > 0) {
+        if (m->layers[i].window > 0) {
             rope->freq_base = local_base;
-            rope->freq_scale = 1;
             rope->n_dims = local_dims;
+            if (row->local_base > 0) rope->freq_scale = 1;
         }
         if (row->no_rope > 0 && i % row->no_rope == row->no_rope - 1) {
             rope->pairing = ROCQ_ROPE_NONE;

@@ -64,8 +64,17 @@ static void mistral3_keys(rocq_gguf_writer *w) {
     model_set_f32(w, "mistral3", "rope.scaling.yarn_beta_slow", 2);
 }
 
-static void gemma3_base(rocq_gguf_writer *w) {
+// Layers with a window turn in their own way.
+static void gemma3_local(rocq_gguf_writer *w) {
     model_set_f32(w, "gemma3", "rope.freq_base_swa", 500);
+}
+
+static void gemma2_local(rocq_gguf_writer *w) {
+    model_set_f32(w, "gemma2", "rope.freq_base_swa", 500);
+}
+
+static void oss_local(rocq_gguf_writer *w) {
+    model_set_f32(w, "gpt-oss", "rope.freq_base_swa", 500);
 }
 
 static void granitemoe_keys(rocq_gguf_writer *w) {
@@ -135,6 +144,8 @@ static const model_spec specs[] = {
     {"qwen3-Q6_K", "qwen3", SIZES(256, 8, 2, 128, 256, 499), .formats = q6_K, .rope_base = 1e6f},
 
     {"gemma2-F32", "gemma2", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, GEMMA},
+    {"gemma2-local", "gemma2", SIZES(192, 4, 2, 64, 224, 333), .formats = f32, GEMMA,
+     .edit = gemma2_local},
     {"gemma2-F16", "gemma2", SIZES(256, 4, 4, 64, 320, 733), .formats = f16, GEMMA},
     {"gemma2-Q8_0", "gemma2", SIZES(256, 8, 2, 64, 320, 419), .formats = q8_0, GEMMA},
     {"gemma2-Q4_0", "gemma2", SIZES(256, 4, 2, 32, 256, 517), .formats = q4_0, GEMMA},
@@ -146,7 +157,7 @@ static const model_spec specs[] = {
 
     {"gemma3-F32", "gemma3", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, GEMMA3},
     {"gemma3-linear", "gemma3", SIZES(128, 4, 2, 32, 192, 301), .formats = f32, GEMMA3,
-     .final_cap = 20, .rope_scaling = "linear", .rope_factor = 8, .edit = gemma3_base},
+     .final_cap = 20, .rope_scaling = "linear", .rope_factor = 8, .edit = gemma3_local},
     {"gemma3-Q4_0", "gemma3", SIZES(320, 5, 1, 64, 288, 301), .formats = q4_0, GEMMA3},
     {"gemma3-Q4_K", "gemma3", SIZES(256, 2, 1, 128, 256, 333), .formats = q4_K, GEMMA3},
 
@@ -220,6 +231,8 @@ static const model_spec specs[] = {
 
     {"gpt-oss-F32", "gpt-oss", SIZES(256, 4, 2, 64, 192, 517), .formats = f32, .n_experts = 8,
      .n_used = 4, OSS},
+    {"gpt-oss-local", "gpt-oss", SIZES(192, 4, 2, 32, 96, 333), .formats = f32, .n_experts = 4,
+     .n_used = 2, OSS, .edit = oss_local},
     {"gpt-oss-Q8_0", "gpt-oss", SIZES(224, 7, 1, 32, 160, 301), .formats = q8_0, .n_experts = 4,
      .n_used = 4, OSS},
     {"gpt-oss-MXFP4", "gpt-oss", SIZES(320, 8, 2, 64, 96, 301), .formats = mxfp4, .n_experts = 5,
