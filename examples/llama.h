@@ -313,6 +313,7 @@ static rocq_result llama__fail(llama_model *m, rocq_result result, const char *f
     va_start(args, format);
     vsnprintf(m->error, sizeof m->error, format, args);
     va_end(args);
+    lora_one_line(m->error);
     return result;
 }
 

@@ -921,7 +921,8 @@ static void test_unknown(void **state) {
                               "family are not supported"},
         {"qwen2", "qwen3", 0, "of the file's 25 tensors a qwen2 model of 2 layers has 21; "
                               "blk.0.attn_q_norm.weight is none of them"},
-        {"phi3", "llama", 0, "tensor blk.0.attn_qkv.weight is missing"}};
+        {"phi3", "llama", 0, "tensor blk.0.attn_qkv.weight is missing"},
+        {"two\nlines", "llama", 0, "model family \"two?lines\" is not supported"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         model_spec s = {"unknown", NULL, SIZES(64, 2, 1, 32, 96, 301), .formats = f32};
         const key none = {0};
@@ -1156,7 +1157,7 @@ static void no_alpha(rocq_gguf_writer *w) {
 }
 
 static void no_lora(rocq_gguf_writer *w) {
-    assert_int_equal(rocq_gguf_writer_set_str(w, "adapter.type", "control"), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_str(w, "adapter.type", "con\ntrol"), ROCQ_OK);
 }
 
 static void test_wrong_loras(void **state) {
@@ -1165,7 +1166,7 @@ static void test_wrong_loras(void **state) {
     model_spec cases[] = {s, s, s, s, s, s, s, s, s};
     static const char *const messages[] = {
         "general.architecture is \"qwen3\"", "is 4 x 64, expected 4 x 96",
-        "of its 30 tensors 28 are", "alpha", "adapter.type is \"control\"",
+        "of its 30 tensors 28 are", "alpha", "adapter.type is \"con?trol\"",
         "tensor blk.1.attn_v.weight.lora_b is missing",
         "tensor blk.0.attn_q.weight.lora_a is missing",
         "is 4 x 32, expected 5 x 32", "is 5 x 64, expected 4 x 64"};
