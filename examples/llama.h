@@ -420,7 +420,7 @@ static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__lis
                            "x %.0f", name, (double)found.ne[0], (double)found.ne[1],
                            (double)found.ne[2], (double)cols, (double)rows, (double)slices);
     }
-    const bool exact = rows == 1 || (w->flags & LLAMA__F32);
+    const bool exact = w->rows == LLAMA__1 || (w->flags & LLAMA__F32);
     if (!found.known || found.format == ROCQ_I32 || found.format == ROCQ_I8 ||
         (exact && found.format != ROCQ_F32)) {
 #define LLAMA__NAME(NAME, lower, id, elems, bytes) " " #NAME
@@ -433,7 +433,7 @@ static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__lis
     snprintf(list->text[i], sizeof list->text[i], "%s", name);
     list->names[i] = list->text[i];
     list->places[i] = place;
-    if (rows > 1 && !(w->flags & LLAMA__ALONE)) llama__operands_of(m, found.format);
+    if (!exact && !(w->flags & LLAMA__ALONE)) llama__operands_of(m, found.format);
     m->weight_bytes += found.size;
     if (slices > 1) m->expert_bytes += found.size;
     return ROCQ_OK;

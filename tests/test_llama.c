@@ -270,6 +270,9 @@ static const model_spec specs[] = {
      QWEN35(4, 3, 1, 5, 64), .n_ahead = 1},
     {"qwen35-Q8_0", "qwen35", SIZES(224, 7, 1, 32, 352, 301), .formats = q8_0,
      QWEN35(3, 2, 1, 2, 32), .tied = true},
+    // A delta net of one head has matrices of one row, in the format of the others.
+    {"qwen35-one", "qwen35", SIZES(256, 4, 1, 32, 256, 301), .formats = q8_0,
+     QWEN35(2, 2, 1, 1, 64)},
     {"qwen35-Q4_K", "qwen35", SIZES(512, 8, 2, 64, 512, 333), .formats = q4_K,
      QWEN35(3, 2, 2, 6, 64)},
 
