@@ -829,7 +829,9 @@ static void test_contradictions(void **state) {
     static const rocq_str words[] = {{"a", 1}, {"b", 1}};
     static const model_spec mixture = {"broken", "qwen3moe", SIZES(64, 2, 1, 32, 96, 301),
                                        .formats = f32, .n_experts = 4, .n_used = 2},
-                            gpt2 = {"broken", "gpt2", SIZES(64, 2, 2, 32, 96, 301), .formats = f32};
+                            gpt2 = {"broken", "gpt2", SIZES(64, 2, 2, 32, 96, 301), .formats = f32},
+                            oss = {"broken", "gpt-oss", SIZES(64, 2, 1, 32, 96, 301),
+                                   .formats = f32, .n_experts = 4, .n_used = 2, OSS};
     static const struct {
         const model_spec *spec;
         key set;
@@ -877,6 +879,8 @@ static void test_contradictions(void **state) {
          "a context of 128, expected at most the 100 positions that the model has learned"},
         {.spec = &keys_spec, .leave_out = "blk.1.ffn_down.weight", .result = ROCQ_E_NOT_FOUND,
          .message = "tensor blk.1.ffn_down.weight is missing, expected 96 x 64 x 1"},
+        {.spec = &oss, .leave_out = "output.weight", .result = ROCQ_E_NOT_FOUND,
+         .message = "tensor output.weight is missing, expected 64 x 301 x 1"},
         {.spec = &mixture, .misshape = "blk.1.ffn_down_exps.weight", .result = ROCQ_E_SHAPE,
          .message = "tensor blk.1.ffn_down_exps.weight is 96 x 65 x 4, expected 96 x 64 x 4"},
         {.spec = &keys_spec, .retyped = "blk.1.attn_q.weight", .type = 99,
