@@ -1194,7 +1194,9 @@ static rocq_result llama__make_kv(llama_model *m, int k, rocq_format format) {
 static rocq_result llama__make_cache(llama_model *m) {
     const char *name = m->options.kv_format ? m->options.kv_format : "f16";
     rocq_format format;
-    if (rocq_format_from_name(&format, name) != ROCQ_OK) {
+    if (rocq_format_from_name(&format, name) != ROCQ_OK ||
+        (format != ROCQ_F16 && format != ROCQ_F32 && format != ROCQ_BF16 && format != ROCQ_Q8_0 &&
+         format != ROCQ_Q4_0)) {
         return llama__fail(m, ROCQ_E_FORMAT, "the KV cache's format is %s, expected f16, f32, "
                            "bf16, q8_0 or q4_0", name);
     }
