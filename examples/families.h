@@ -6,9 +6,9 @@
 // llama__read_numbers; a tensor that none had gets a field of llama_layer, and only an op that none
 // had gets lines in llama__layer. Then add it to the tables of tests/test_llama.c, which compare
 // with llama.cpp, and of tests/gpu_models.c.
-//     The last one, gemma4's mixtures (experts beside the dense part, with norms of their own), took
-// 33 new lines here, 93 in llama.h and 43 in tests (9c17874), none in rocq.h; qwen35 and qwen35moe,
-// for which rocq.h has an op, 134 and 187.
+//     The last one, gemma4's mixtures (experts beside the dense part, with norms of their own),
+// took 33 new lines here, 93 in llama.h and 43 in tests (9c17874), none in rocq.h; qwen35 and
+// qwen35moe, for which rocq.h got an op, 134 here and 187 in llama.h.
 
 #ifndef FAMILIES_H
 #define FAMILIES_H

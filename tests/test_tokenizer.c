@@ -388,7 +388,8 @@ static void test_strips(void **state) {
 // stays one line, whatever the file says.
 static void test_wrong_keys(void **state) {
     (void)state;
-    static const char *const keys[] = {"model", "pre", "bos_token_id", "eos_token_id", "unknown_token_id",
+    static const char *const keys[] = {
+        "model", "pre", "bos_token_id", "eos_token_id", "unknown_token_id",
         "eot_token_id", "fim_pre_token_id", "prefix_token_id", "add_bos_token", "add_eos_token",
         "add_space_prefix"};
     const kind k = {"wrong keys", vocab_spm, {"llama", NULL, "<s>", "</s>", -1, -1, -1}};
