@@ -313,6 +313,7 @@ static rocq_result llama__fail(llama_model *m, rocq_result result, const char *f
     va_start(args, format);
     vsnprintf(m->error, sizeof m->error, format, args);
     va_end(args);
+    lora_one_line(m->error);
     return result;
 }
 
@@ -419,7 +420,7 @@ static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__lis
                            "x %.0f", name, (double)found.ne[0], (double)found.ne[1],
                            (double)found.ne[2], (double)cols, (double)rows, (double)slices);
     }
-    const bool exact = rows == 1 || (w->flags & LLAMA__F32);
+    const bool exact = w->rows == LLAMA__1 || (w->flags & LLAMA__F32);
     if (!found.known || found.format == ROCQ_I32 || found.format == ROCQ_I8 ||
         (exact && found.format != ROCQ_F32)) {
 #define LLAMA__NAME(NAME, lower, id, elems, bytes) " " #NAME
@@ -432,7 +433,7 @@ static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__lis
     snprintf(list->text[i], sizeof list->text[i], "%s", name);
     list->names[i] = list->text[i];
     list->places[i] = place;
-    if (rows > 1 && !(w->flags & LLAMA__ALONE)) llama__operands_of(m, found.format);
+    if (!exact && !(w->flags & LLAMA__ALONE)) llama__operands_of(m, found.format);
     m->weight_bytes += found.size;
     if (slices > 1) m->expert_bytes += found.size;
     return ROCQ_OK;
@@ -1193,7 +1194,9 @@ static rocq_result llama__make_kv(llama_model *m, int k, rocq_format format) {
 static rocq_result llama__make_cache(llama_model *m) {
     const char *name = m->options.kv_format ? m->options.kv_format : "f16";
     rocq_format format;
-    if (rocq_format_from_name(&format, name) != ROCQ_OK) {
+    if (rocq_format_from_name(&format, name) != ROCQ_OK ||
+        (format != ROCQ_F16 && format != ROCQ_F32 && format != ROCQ_BF16 && format != ROCQ_Q8_0 &&
+         format != ROCQ_Q4_0)) {
         return llama__fail(m, ROCQ_E_FORMAT, "the KV cache's format is %s, expected f16, f32, "
                            "bf16, q8_0 or q4_0", name);
     }

@@ -23,11 +23,19 @@ typedef struct lora_pair { // what a file has for one weight
 } lora_pair;
 
 // On failure error, of 512 bytes, gets one line that says why.
+// A message stays one line, whatever names and texts of a file are in it.
+static void lora_one_line(char *error) {
+    for (; *error; error++) {
+        if ((unsigned char)*error < ' ') *error = '?';
+    }
+}
+
 static rocq_result lora_fail(char *error, rocq_result result, const char *format, ...) {
     va_list args;
     va_start(args, format);
     vsnprintf(error, 512, format, args);
     va_end(args);
+    lora_one_line(error);
     return result;
 }
 

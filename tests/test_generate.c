@@ -617,7 +617,8 @@ static void test_options(void **state) {
     expect_success(o);
     assert_string_equal(o->err, "");
     assert_int_equal(strncmp(o->out, "usage: generate ", 16), 0);
-    expect_failure(RUN("-m", small_path, "--kv", "q2_k"), "Q2_K");
+    expect_failure(RUN("-m", small_path, "--kv", "q2_k"),
+                   "format is q2_k, expected f16, f32, bf16, q8_0 or q4_0");
     expect_failure(RUN("-m", small_path, "--kv", "nonsense"),
                    "format is nonsense, expected f16, f32, bf16, q8_0 or q4_0");
     expect_failure(RUN("-m", small_path, "--device", "gpu"), "");

@@ -64,8 +64,17 @@ static void mistral3_keys(rocq_gguf_writer *w) {
     model_set_f32(w, "mistral3", "rope.scaling.yarn_beta_slow", 2);
 }
 
-static void gemma3_base(rocq_gguf_writer *w) {
+// Layers with a window turn in their own way.
+static void gemma3_local(rocq_gguf_writer *w) {
     model_set_f32(w, "gemma3", "rope.freq_base_swa", 500);
+}
+
+static void gemma2_local(rocq_gguf_writer *w) {
+    model_set_f32(w, "gemma2", "rope.freq_base_swa", 500);
+}
+
+static void oss_local(rocq_gguf_writer *w) {
+    model_set_f32(w, "gpt-oss", "rope.freq_base_swa", 500);
 }
 
 static void granitemoe_keys(rocq_gguf_writer *w) {
@@ -83,7 +92,7 @@ static void granitemoe_keys(rocq_gguf_writer *w) {
     .delta_heads = heads, .delta_dim = dim, .n_rot = 16, .rope_base = 1e6f
 #define GEMMA3 .n_layers = 7, .tied = true, .window = 16, .rope_base = 1e6f
 #define GEMMA4(layers, every, dim) .n_layers = layers, .globals = every, .local_dim = dim,         \
-    .tied = true, .window = 16, .rope_base = 1e6f, .final_cap = 30
+    .tied = true, .window = 16, .rope_base = 1e6f
 #define YARN3 .rope_base = 1e6f, .rope_scaling = "yarn", .rope_factor = 4, .n_ctx_orig = 16,       \
     .edit = mistral3_keys
 #define GEMMA .n_layers = 3, .tied = true, .window = 16, .attention_cap = 1, .final_cap = 30
@@ -135,6 +144,8 @@ static const model_spec specs[] = {
     {"qwen3-Q6_K", "qwen3", SIZES(256, 8, 2, 128, 256, 499), .formats = q6_K, .rope_base = 1e6f},
 
     {"gemma2-F32", "gemma2", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, GEMMA},
+    {"gemma2-local", "gemma2", SIZES(192, 4, 2, 64, 224, 333), .formats = f32, GEMMA,
+     .edit = gemma2_local},
     {"gemma2-F16", "gemma2", SIZES(256, 4, 4, 64, 320, 733), .formats = f16, GEMMA},
     {"gemma2-Q8_0", "gemma2", SIZES(256, 8, 2, 64, 320, 419), .formats = q8_0, GEMMA},
     {"gemma2-Q4_0", "gemma2", SIZES(256, 4, 2, 32, 256, 517), .formats = q4_0, GEMMA},
@@ -146,12 +157,13 @@ static const model_spec specs[] = {
 
     {"gemma3-F32", "gemma3", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, GEMMA3},
     {"gemma3-linear", "gemma3", SIZES(128, 4, 2, 32, 192, 301), .formats = f32, GEMMA3,
-     .rope_scaling = "linear", .rope_factor = 8, .edit = gemma3_base},
+     .final_cap = 20, .rope_scaling = "linear", .rope_factor = 8, .edit = gemma3_local},
     {"gemma3-Q4_0", "gemma3", SIZES(320, 5, 1, 64, 288, 301), .formats = q4_0, GEMMA3},
     {"gemma3-Q4_K", "gemma3", SIZES(256, 2, 1, 128, 256, 333), .formats = q4_K, GEMMA3},
 
+    // Without the key llama.cpp caps logits at 30.
     {"gemma4-F32", "gemma4", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, GEMMA4(9, 3, 32),
-     .n_shared_kv = 3, .n_apart = 48, .n_ff_shared = 416},
+     .final_cap = 20, .n_shared_kv = 3, .n_apart = 48, .n_ff_shared = 416},
     {"gemma4-large", "gemma4", SIZES(192, 6, 3, 64, 224, 333), .formats = f32, GEMMA4(6, 3, 32),
      .global_kv_heads = 2, .keys_as_values = true},
     {"gemma4-512", "gemma4", SIZES(256, 2, 1, 512, 256, 301), .formats = f32, GEMMA4(4, 2, 256),
@@ -219,6 +231,8 @@ static const model_spec specs[] = {
 
     {"gpt-oss-F32", "gpt-oss", SIZES(256, 4, 2, 64, 192, 517), .formats = f32, .n_experts = 8,
      .n_used = 4, OSS},
+    {"gpt-oss-local", "gpt-oss", SIZES(192, 4, 2, 32, 96, 333), .formats = f32, .n_experts = 4,
+     .n_used = 2, OSS, .edit = oss_local},
     {"gpt-oss-Q8_0", "gpt-oss", SIZES(224, 7, 1, 32, 160, 301), .formats = q8_0, .n_experts = 4,
      .n_used = 4, OSS},
     {"gpt-oss-MXFP4", "gpt-oss", SIZES(320, 8, 2, 64, 96, 301), .formats = mxfp4, .n_experts = 5,
@@ -256,6 +270,9 @@ static const model_spec specs[] = {
      QWEN35(4, 3, 1, 5, 64), .n_ahead = 1},
     {"qwen35-Q8_0", "qwen35", SIZES(224, 7, 1, 32, 352, 301), .formats = q8_0,
      QWEN35(3, 2, 1, 2, 32), .tied = true},
+    // A delta net of one head has matrices of one row, in the format of the others.
+    {"qwen35-one", "qwen35", SIZES(256, 4, 1, 32, 256, 301), .formats = q8_0,
+     QWEN35(2, 2, 1, 1, 64)},
     {"qwen35-Q4_K", "qwen35", SIZES(512, 8, 2, 64, 512, 333), .formats = q4_K,
      QWEN35(3, 2, 2, 6, 64)},
 
@@ -812,7 +829,9 @@ static void test_contradictions(void **state) {
     static const rocq_str words[] = {{"a", 1}, {"b", 1}};
     static const model_spec mixture = {"broken", "qwen3moe", SIZES(64, 2, 1, 32, 96, 301),
                                        .formats = f32, .n_experts = 4, .n_used = 2},
-                            gpt2 = {"broken", "gpt2", SIZES(64, 2, 2, 32, 96, 301), .formats = f32};
+                            gpt2 = {"broken", "gpt2", SIZES(64, 2, 2, 32, 96, 301), .formats = f32},
+                            oss = {"broken", "gpt-oss", SIZES(64, 2, 1, 32, 96, 301),
+                                   .formats = f32, .n_experts = 4, .n_used = 2, OSS};
     static const struct {
         const model_spec *spec;
         key set;
@@ -860,6 +879,14 @@ static void test_contradictions(void **state) {
          "a context of 128, expected at most the 100 positions that the model has learned"},
         {.spec = &keys_spec, .leave_out = "blk.1.ffn_down.weight", .result = ROCQ_E_NOT_FOUND,
          .message = "tensor blk.1.ffn_down.weight is missing, expected 96 x 64 x 1"},
+        {.spec = &oss, .leave_out = "blk.1.attn_output.bias", .result = ROCQ_E_NOT_FOUND,
+         .message = "tensor blk.1.attn_output.bias is missing, expected 64 x 1 x 1"},
+        {.spec = &gpt2, .leave_out = "blk.1.attn_output.bias", .result = ROCQ_E_NOT_FOUND,
+         .message = "tensor blk.1.attn_output.bias is missing, expected 64 x 1 x 1"},
+        {.spec = &gpt2, .leave_out = "blk.0.ffn_down.bias", .result = ROCQ_E_NOT_FOUND,
+         .message = "tensor blk.0.ffn_down.bias is missing, expected 64 x 1 x 1"},
+        {.spec = &oss, .leave_out = "output.weight", .result = ROCQ_E_NOT_FOUND,
+         .message = "tensor output.weight is missing, expected 64 x 301 x 1"},
         {.spec = &mixture, .misshape = "blk.1.ffn_down_exps.weight", .result = ROCQ_E_SHAPE,
          .message = "tensor blk.1.ffn_down_exps.weight is 96 x 65 x 4, expected 96 x 64 x 4"},
         {.spec = &keys_spec, .retyped = "blk.1.attn_q.weight", .type = 99,
@@ -907,7 +934,8 @@ static void test_unknown(void **state) {
                               "family are not supported"},
         {"qwen2", "qwen3", 0, "of the file's 25 tensors a qwen2 model of 2 layers has 21; "
                               "blk.0.attn_q_norm.weight is none of them"},
-        {"phi3", "llama", 0, "tensor blk.0.attn_qkv.weight is missing"}};
+        {"phi3", "llama", 0, "tensor blk.0.attn_qkv.weight is missing"},
+        {"two\nlines", "llama", 0, "model family \"two?lines\" is not supported"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         model_spec s = {"unknown", NULL, SIZES(64, 2, 1, 32, 96, 301), .formats = f32};
         const key none = {0};
@@ -1142,7 +1170,7 @@ static void no_alpha(rocq_gguf_writer *w) {
 }
 
 static void no_lora(rocq_gguf_writer *w) {
-    assert_int_equal(rocq_gguf_writer_set_str(w, "adapter.type", "control"), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_str(w, "adapter.type", "con\ntrol"), ROCQ_OK);
 }
 
 static void test_wrong_loras(void **state) {
@@ -1151,7 +1179,7 @@ static void test_wrong_loras(void **state) {
     model_spec cases[] = {s, s, s, s, s, s, s, s, s};
     static const char *const messages[] = {
         "general.architecture is \"qwen3\"", "is 4 x 64, expected 4 x 96",
-        "of its 30 tensors 28 are", "alpha", "adapter.type is \"control\"",
+        "of its 30 tensors 28 are", "alpha", "adapter.type is \"con?trol\"",
         "tensor blk.1.attn_v.weight.lora_b is missing",
         "tensor blk.0.attn_q.weight.lora_a is missing",
         "is 4 x 32, expected 5 x 32", "is 5 x 64, expected 4 x 64"};
