@@ -3236,8 +3236,8 @@ DEV void matvec_low_put(uint32_t *words, int row, float t) {
 }
 DEV void matvec_low_clear(const rocq_k_matvec_args &a, uint32_t block, uint32_t turn) {
     uint32_t *const words = matvec_low_words(a, turn ^ 1);
-    const uint32_t step = a.block_begin[1] * 256;
-    for (uint32_t i = block * 256 + thread_index(); i < ROCQ_K_MATVEC_LOW; i += step) {
+    const uint32_t own = 256 - ROCQ_K_WAVE, step = a.block_begin[1] * own;
+    for (uint32_t i = block * own + thread_index() - ROCQ_K_WAVE; i < ROCQ_K_MATVEC_LOW; i += step) {
         gstore(words + i, 0);
     }
 }
@@ -3292,42 +3292,77 @@ DEV matvec_low_b matvec_low_load(const rocq_k_matvec_args &a, int product, int r
     }
     return b;
 }
-// Sets t.lora when t = A x is there, all lanes of a wave together. A lane looks at one word: the
-// first 16 at those of w, the others at those of w2. Returns false if that was in vain.
+// The word that a lane looks at: the first 16 lanes look at those of w, the others at those of w2,
+// of the ranks from rank0 on. It is 1 where there is none to wait for.
+DEV uint32_t matvec_low_look(const rocq_k_matvec_args &a, int product, int rank0,
+                             const uint32_t *words, int looks) {
+    const rocq_k_lora *const lora = a.lora[product];
+    const bool second = lane_index() >= 16;
+    const int r = rank0 + lane_index() % 16;
+    if (r >= (second ? lora[1].rank : lora[0].rank)) return 1;
+    const float *const t = second ? lora[1].t : lora[0].t;
+    const uint32_t *const from = words + (t - (const float *)a.product[0].y) + r;
+    uint32_t word = 0;
+#pragma unroll 1
+    for (int i = 0; i < looks && word == 0; i++) word = atomic_look(from);
+    return word;
+}
+// Sets t.lora when t = A x is there, all lanes of a wave together. word is what the first look saw,
+// and low_t is LDS for the numbers of t that a wave takes at a time. Returns false if waiting was in
+// vain.
 DEV bool matvec_low_tail(const rocq_k_matvec_args &a0, int product, int row, matvec_low_b b,
-                         const uint32_t *words, matvec_tail &t) {
+                         const uint32_t *words, uint32_t word, u32x4 *low_t, matvec_tail &t) {
     const rocq_k_matvec_args &a = reread_anew(a0);
     const rocq_k_lora *const lora = a.lora[product];
-    const rocq_k_lora &own = lora[lane_index() / 16];
-    const uint32_t *const from = own.rank > 0 ? words + (own.t - (const float *)a.product[0].y)
-                                              : words;
     float sums[2] = {0.0f, 0.0f};
 #pragma unroll 1
     for (int rank0 = 0; rank0 < max(lora[0].rank, lora[1].rank); rank0 += 16) {
-        if (rank0 > 0) b = matvec_low_load(a, product, row, rank0);
-        const int r = rank0 + lane_index() % 16;
-        uint32_t word = r < own.rank ? 0 : 1;
-#pragma unroll 1
-        for (int i = 0; i < MATVEC_LOOKS && word == 0; i++) word = atomic_look(from + r);
+        if (rank0 > 0) {
+            b = matvec_low_load(a, product, row, rank0);
+            word = 0;
+        }
+        if (word == 0) word = matvec_low_look(a, product, rank0, words, MATVEC_LOOKS);
         if (wave_ballot(word == 0) != 0) return false;
+        lput((uint32_t *)low_t + lane_index(), ~word);
+        wave_sync();
 #pragma unroll
         for (int i = 0; i < 2; i++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 if (rank0 + 8 * h >= lora[i].rank) continue;
 #pragma unroll
-                for (int e = 0; e < 8; e++) {
-                    float u[4];
-                    decode_vector<ROCQ_F16>(b.v[i][h], e / 4, u);
-                    const uint32_t t_bits = ~wave_read(word, 16 * i + 8 * h + e);
-                    sums[i] = fmaf(u[e % 4], bits<float>(t_bits), sums[i]);
+                for (int q = 0; q < 2; q++) {
+                    float u[4], v[4];
+                    decode_vector<ROCQ_F16>(b.v[i][h], q, u);
+                    decode_vector<ROCQ_F32>(lget(low_t + 4 * i + 2 * h + q), 0, v);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) sums[i] = fmaf(u[e], v[e], sums[i]);
                 }
             }
         }
+        wave_sync(); // low_t has been read
     }
     t.lora[0] = lora[0].rank > 0 ? lora[0].scale * sums[0] : 0.0f;
     t.lora[1] = lora[1].rank > 0 ? lora[1].scale * sums[1] : 0.0f;
     return true;
+}
+
+// What a block with LOW loads when it begins, so that the trips to memory are over when its sums
+// are there: the word of the turn, and a word of each of its rows of B, for the caches.
+struct matvec_low_early {
+    uint32_t turn, touched[2];
+};
+DEV matvec_low_early matvec_low_begin(const rocq_k_matvec_args &a, int product, int first_row,
+                                      int rows, int m) {
+    matvec_low_early e = {atomic_look(a.low.words), {0, 0}};
+    const int row = min(first_row + (lane_index() & (rows - 1)), m - 1);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const rocq_k_lora &lora = a.lora[product][i];
+        if (lora.rank == 0) continue;
+        e.touched[i] = gload((const uint32_t *)((const char *)lora.b + row * lora.b_stride));
+    }
+    return e;
 }
 
 // What a block does. F: the format of all products, MATVEC_MIXED or MATVEC_LOW where each has its
@@ -3345,6 +3380,7 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     LDS(float, sums, 2 * ROCQ_K_MATVEC_WAVES * ROWS * N);
     LDS(u32x4, row_x, ROW ? ROW_VECTORS : 1);
     LDS(float, row_work, ROW ? BLOCK_WORK : 1);
+    LDS(u32x4, low_t, LOW ? 8 : 1);
     uint32_t block = a.common.block0, begin = 0;
     int product = 0;
 #if defined(__CUDACC__) // as a loop: then nvcc keeps the product in its uniform registers
@@ -3379,6 +3415,10 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> k_shift);
     const int row = first_row + (wave >> k_shift) * ROWS, k_wave = wave & ((1 << k_shift) - 1);
     float *out = sums + wave * ROWS * N;
+    matvec_low_early early;
+    if (LOW && (product == 0 || wave == 0)) {
+        early = matvec_low_begin(a, product, first_row, ROWS * ROCQ_K_MATVEC_WAVES >> k_shift, p.m);
+    }
     if constexpr (ROW) {
         if (a.k > 2048) matvec_row<F, 4>(a, p, row, k_wave, block == 0, row_x, row_work);
         else if (a.k > 1024) matvec_row<F, 2>(a, p, row, k_wave, block == 0, row_x, row_work);
@@ -3388,23 +3428,34 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     matvec_tail tail = matvec_tail_of<LOW>(a, product, first_row);
     if constexpr (LOW) {
         matvec_low_b b;
-        uint32_t turn = 0;
-        if (product == 0 || wave == 0) turn = wave_read(atomic_look(a.low.words), 0) >> 31;
-        if (product == 0) matvec_low_clear(a, block, turn);
-        else if (wave == 0) b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
-        block_sync_lds();
-        if (wave != 0) return; // wave 0 has all that is live
+        uint32_t turn = 0, word = 1;
+        if (product == 0 || wave == 0) turn = wave_read(early.turn, 0) >> 31;
         uint32_t *const words = matvec_low_words(a, turn);
+        if (product != 0 && wave == 0) {
+            computed(early.touched[0]);
+            computed(early.touched[1]);
+            word = matvec_low_look(a, product, 0, words, 1);
+            b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
+        }
+        block_sync_lds();
+        if (wave != 0) { // wave 0 has all that is live
+            if (product == 0) matvec_low_clear(a, block, turn);
+            return;
+        }
+        if (thread_index() == 0) {
+            atomic_add(a.low.words, block == 0 ? (1u << 31) - (a.low.n_blocks - 1) : 1);
+        }
         matvec_pair both = {0.0f, 1.0f};
         if (tail.live) both = matvec_pair_of<N>(tail, sums);
         if (product != 0) {
             for (;;) {
                 const int lora_row = min(first_row + tail.r, tail.m - 1);
-                if (matvec_low_tail(a, product, lora_row, b, words, tail)) break;
+                if (matvec_low_tail(a, product, lora_row, b, words, word, low_t, tail)) break;
                 matvec_low_help<ROW>(a, row_x, words, sums);
                 // Loaded a second time, so that matvec_low_help has the registers of tail and b.
                 tail = matvec_tail_of<true>(a, product, first_row);
                 b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
+                word = 0;
             }
         }
         if (tail.live) {
@@ -3413,9 +3464,6 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
             if (tail.y_format == ROCQ_Q8_0) matvec_put_q8_0<N>(a, tail, first_row, sums, y);
             else put_float(tail.y_format, tail.y + tail.c * tail.y_stride, first_row + tail.r, y);
         }
-        wave_sync();
-        if (thread_index() != 0) return;
-        atomic_add(a.low.words, block == 0 ? (1u << 31) - (a.low.n_blocks - 1) : 1);
         return;
     }
     block_sync_lds();
