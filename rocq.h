@@ -2749,8 +2749,9 @@ enum {
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
     ROCQ_K_MATVEC_PRODUCTS = 4, // most products of the same x in one launch
     ROCQ_K_MATVEC_LOW = 1024,   // most rows of product 0 of a launch with `low`
-    // word 0 tells launches apart, three more keep what follows aligned: two sets of words
-    ROCQ_K_LOW_WORDS = 4 + 2 * ROCQ_K_MATVEC_LOW,
+    ROCQ_K_LOW_TURN = 32,       // words ahead of the two sets: the first one tells launches apart,
+                                // the others keep the sets in cache lines of their own
+    ROCQ_K_LOW_WORDS = ROCQ_K_LOW_TURN + 2 * ROCQ_K_MATVEC_LOW,
     ROCQ_K_MATVEC_ROW_K = 4096, // largest K of a matvec_row
     ROCQ_K_MATVEC_LDS = 2048,   // most bytes of LDS that a matvec has, and a matvec_row
     ROCQ_K_MATVEC_ROW_LDS = ROCQ_K_MATVEC_ROW_K / 32 * 34 + 384,

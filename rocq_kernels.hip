@@ -2629,9 +2629,9 @@ DEV matvec_rows<F, SHARED> matvec_rows_of(const void *w, int64_t n_units, int64_
     }
     return rows;
 }
-template <int F, bool SHARED>
+template <reads R, int F, bool SHARED>
 DEV raw<F> matvec_load(const matvec_rows<F, SHARED> &rows, int r, uint32_t unit) {
-    return load_raw<F, ONCE>(rows.row[SHARED ? 0 : r], unit + rows.offset[r]);
+    return load_raw<F, R>(rows.row[SHARED ? 0 : r], unit + rows.offset[r]);
 }
 template <int F> DEV constexpr bool many_planes() {
     typedef block_layout<F> l;
@@ -2785,7 +2785,7 @@ DEV raw<ROCQ_Q8_0> matvec_row_unit(const u32x4 *lds, uint32_t unit) {
 // Adds to the lane's sums; sums[ROWS c + r] is of row r and column c. Loads return in the order in
 // which they are issued, so the loads of x are issued before those loads of w that are needed
 // later.
-template <int F, int N, bool ROW>
+template <int F, int N, bool ROW, reads R>
 DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_units,
                           const u32x4 *row_x, const matvec_work &work, float *sums) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, SHARED = N > 1 || many_planes<F>() };
@@ -2804,7 +2804,7 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
     if constexpr (!ROW) r_x = load_raw<ROCQ_Q8_0>(x0, column[0] + next);
     raw<F> r_w[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) r_w[r] = matvec_load(rows, r, next);
+    for (int r = 0; r < ROWS; r++) r_w[r] = matvec_load<R>(rows, r, next);
     loads_issued();
 #pragma unroll 1
     for (; at < work.count; at += work.step) {
@@ -2817,7 +2817,7 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 u[r] = matvec_unit_of<F>(r_w[r], at);
-                r_w[r] = matvec_load(rows, r, next);
+                r_w[r] = matvec_load<R>(rows, r, next);
                 loads_issued();
             }
         }
@@ -2833,7 +2833,7 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
             for (int r = 0; r < ROWS; r++) {
                 if (!AHEAD && c == 0) u[r] = matvec_unit_of<F>(r_w[r], at);
                 if (!AHEAD && c == N - 1) {
-                    r_w[r] = matvec_load(rows, r, next);
+                    r_w[r] = matvec_load<R>(rows, r, next);
                     loads_issued();
                 }
                 sums[ROWS * c + r] = matvec_add<F>(sums[ROWS * c + r], u[r].q, u[r].f, x);
@@ -2889,7 +2889,7 @@ DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_u
     uint32_t next = at < last ? at : last;
     raw<F> r_w[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) r_w[r] = matvec_load(rows, r, next);
+    for (int r = 0; r < ROWS; r++) r_w[r] = matvec_load<ONCE>(rows, r, next);
     loads_issued();
 #pragma unroll 1
     for (; at < work.count; at += work.step) {
@@ -2898,7 +2898,7 @@ DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_u
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             u[r] = decode_raw<F>(r_w[r], at);
-            r_w[r] = matvec_load(rows, r, next);
+            r_w[r] = matvec_load<ONCE>(rows, r, next);
             loads_issued();
         }
 #pragma unroll 1
@@ -2985,7 +2985,7 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
 
 // One wave's share of a product: ROWS rows from `row` on, and of K the steps of k_wave. The sums go
 // to out[pass][wave][ROWS c + r], with out at this wave; pass 0 is w and pass 1 is w2.
-template <int F, int N, bool INT8, bool ROW>
+template <int F, int N, bool INT8, bool ROW, reads R = ONCE>
 DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
                          int k_wave, int k_step, const u32x4 *row_x, float *out) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N };
@@ -3003,7 +3003,7 @@ DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weight
         float sums[ROWS * N];
 #pragma unroll
         for (int i = 0; i < ROWS * N; i++) sums[i] = 0.0f;
-        if constexpr (INT8) matvec_int8_sums<F, N, ROW>(a, w, p.n_units, row_x, work, sums);
+        if constexpr (INT8) matvec_int8_sums<F, N, ROW, R>(a, w, p.n_units, row_x, work, sums);
         else if constexpr (is_plain<F>()) matvec_plain_sums<F, N>(a, w, work, sums);
         else matvec_f32_sums<F, N>(a, w, p.n_units, work, sums);
         const float sum = wave_sums<SLOT, 1>(sums);
@@ -3202,14 +3202,15 @@ DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_
 }
 // Makes the x of the kernels matvec_row_*. Block 0 also stores it if a.row.y is set. That pointer
 // is read only when the loads have been issued: they would wait for it otherwise.
-template <int F, int QUADS>
+template <int F, int QUADS, typename Early>
 DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
-                    int k_wave, bool block_0, u32x4 *lds, float *work) {
+                    int k_wave, bool block_0, u32x4 *lds, float *work, Early early) {
     float v[QUADS][4], w[QUADS][4];
     uint32_t touched[ROCQ_K_MATVEC_ROWS];
     matvec_row_load(a.x, a.k, v);
     if (a.row.weight) matvec_row_load(a.row.weight, a.k, w);
     matvec_touch<F>(p, row, a.k / 32, k_wave, touched);
+    early();
     matvec_row_stage(a, v, w, block_0 && a.row.y, lds, work);
 #pragma unroll
     for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) computed(touched[r]);
@@ -3228,7 +3229,7 @@ DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p,
 // each block, whenever it looks, finds the same bit.
 enum { MATVEC_LOOKS = 4096 }; // for some milliseconds
 DEV uint32_t *matvec_low_words(const rocq_k_matvec_args &a, uint32_t turn) {
-    return a.low.words + 4 + turn * ROCQ_K_MATVEC_LOW;
+    return a.low.words + ROCQ_K_LOW_TURN + turn * ROCQ_K_MATVEC_LOW;
 }
 DEV void matvec_low_put(uint32_t *words, int row, float t) {
     const uint32_t word = ~bits<uint32_t>(t);
@@ -3259,7 +3260,7 @@ DEV void matvec_low_help(const rocq_k_matvec_args &a0, const u32x4 *row_x, uint3
         for (int wave = 0; wave < ROCQ_K_MATVEC_WAVES; wave++) {
             const int row = first + (wave >> k_shift) * ROWS;
             if (row >= p.m) break;
-            matvec_products<ROCQ_K_ID_q8_0, 1, true, ROW>(a, p, row, wave & ((1 << k_shift) - 1),
+            matvec_products<ROCQ_K_ID_q8_0, 1, true, ROW, AGAIN>(a, p, row, wave & ((1 << k_shift) - 1),
                                                           ROCQ_K_WAVE << k_shift, row_x,
                                                           sums + wave * ROWS);
         }
@@ -3379,8 +3380,7 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
     LDS(float, sums, 2 * ROCQ_K_MATVEC_WAVES * ROWS * N);
     LDS(u32x4, row_x, ROW ? ROW_VECTORS : 1);
-    LDS(float, row_work, ROW ? BLOCK_WORK : 1);
-    LDS(u32x4, low_t, LOW ? 8 : 1);
+    LDS(float, work, ROW || LOW ? BLOCK_WORK : 1);
     uint32_t block = a.common.block0, begin = 0;
     int product = 0;
 #if defined(__CUDACC__) // as a loop: then nvcc keeps the product in its uniform registers
@@ -3416,15 +3416,30 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     const int row = first_row + (wave >> k_shift) * ROWS, k_wave = wave & ((1 << k_shift) - 1);
     float *out = sums + wave * ROWS * N;
     matvec_low_early early;
-    if (LOW && (product == 0 || wave == 0)) {
-        early = matvec_low_begin(a, product, first_row, ROWS * ROCQ_K_MATVEC_WAVES >> k_shift, p.m);
-    }
+    uint32_t touched[ROWS];
+    const auto begin_early = [&] {
+        if (LOW && (product == 0 || wave == 0)) {
+            early = matvec_low_begin(a, product, first_row, ROWS * ROCQ_K_MATVEC_WAVES >> k_shift,
+                                     p.m);
+        }
+    };
     if constexpr (ROW) {
-        if (a.k > 2048) matvec_row<F, 4>(a, p, row, k_wave, block == 0, row_x, row_work);
-        else if (a.k > 1024) matvec_row<F, 2>(a, p, row, k_wave, block == 0, row_x, row_work);
-        else matvec_row<F, 1>(a, p, row, k_wave, block == 0, row_x, row_work);
+        if (a.k > 2048) matvec_row<F, 4>(a, p, row, k_wave, block == 0, row_x, work, begin_early);
+        else if (a.k > 1024) matvec_row<F, 2>(a, p, row, k_wave, block == 0, row_x, work, begin_early);
+        else matvec_row<F, 1>(a, p, row, k_wave, block == 0, row_x, work, begin_early);
+    } else if constexpr (LOW) {
+        matvec_touch<F>(p, row, a.k / 32, k_wave, touched);
+        begin_early();
     }
-    if (row < p.m) matvec_share<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
+    if (LOW && product == 0) {
+        if (row < p.m) matvec_products<ROCQ_K_ID_q8_0, 1, true, ROW, AGAIN>(a, p, row, k_wave, k_step, row_x, out);
+    } else if (row < p.m) {
+        matvec_share<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
+    }
+    if constexpr (LOW && !ROW) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) computed(touched[r]);
+    }
     matvec_tail tail = matvec_tail_of<LOW>(a, product, first_row);
     if constexpr (LOW) {
         matvec_low_b b;
@@ -3450,7 +3465,7 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
         if (product != 0) {
             for (;;) {
                 const int lora_row = min(first_row + tail.r, tail.m - 1);
-                if (matvec_low_tail(a, product, lora_row, b, words, word, low_t, tail)) break;
+                if (matvec_low_tail(a, product, lora_row, b, words, word, (u32x4 *)work, tail)) break;
                 matvec_low_help<ROW>(a, row_x, words, sums);
                 // Loaded a second time, so that matvec_low_help has the registers of tail and b.
                 tail = matvec_tail_of<true>(a, product, first_row);
@@ -3516,7 +3531,7 @@ KERNEL_WAVES(matvec_row_mixed, rocq_k_matvec_args, 256, 6) {
 KERNEL_WAVES(matvec_int8_low_n1, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_LOW, 1, true, false, true>(a);
 }
-KERNEL_WAVES(matvec_row_low, rocq_k_matvec_args, 256, 6) {
+KERNEL_WAVES(matvec_row_low, rocq_k_matvec_args, 256, 8) {
     matvec_block<MATVEC_LOW, 1, true, true, true>(a);
 }
 #undef ROCQ_X_ROW
