@@ -2629,9 +2629,9 @@ DEV matvec_rows<F, SHARED> matvec_rows_of(const void *w, int64_t n_units, int64_
     }
     return rows;
 }
-template <reads R, int F, bool SHARED>
+template <int F, bool SHARED>
 DEV raw<F> matvec_load(const matvec_rows<F, SHARED> &rows, int r, uint32_t unit) {
-    return load_raw<F, R>(rows.row[SHARED ? 0 : r], unit + rows.offset[r]);
+    return load_raw<F, ONCE>(rows.row[SHARED ? 0 : r], unit + rows.offset[r]);
 }
 template <int F> DEV constexpr bool many_planes() {
     typedef block_layout<F> l;
@@ -2785,7 +2785,7 @@ DEV raw<ROCQ_Q8_0> matvec_row_unit(const u32x4 *lds, uint32_t unit) {
 // Adds to the lane's sums; sums[ROWS c + r] is of row r and column c. Loads return in the order in
 // which they are issued, so the loads of x are issued before those loads of w that are needed
 // later.
-template <int F, int N, bool ROW, reads R>
+template <int F, int N, bool ROW>
 DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_units,
                           const u32x4 *row_x, const matvec_work &work, float *sums) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, SHARED = N > 1 || many_planes<F>() };
@@ -2804,7 +2804,7 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
     if constexpr (!ROW) r_x = load_raw<ROCQ_Q8_0>(x0, column[0] + next);
     raw<F> r_w[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) r_w[r] = matvec_load<R>(rows, r, next);
+    for (int r = 0; r < ROWS; r++) r_w[r] = matvec_load(rows, r, next);
     loads_issued();
 #pragma unroll 1
     for (; at < work.count; at += work.step) {
@@ -2817,7 +2817,7 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 u[r] = matvec_unit_of<F>(r_w[r], at);
-                r_w[r] = matvec_load<R>(rows, r, next);
+                r_w[r] = matvec_load(rows, r, next);
                 loads_issued();
             }
         }
@@ -2833,7 +2833,7 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
             for (int r = 0; r < ROWS; r++) {
                 if (!AHEAD && c == 0) u[r] = matvec_unit_of<F>(r_w[r], at);
                 if (!AHEAD && c == N - 1) {
-                    r_w[r] = matvec_load<R>(rows, r, next);
+                    r_w[r] = matvec_load(rows, r, next);
                     loads_issued();
                 }
                 sums[ROWS * c + r] = matvec_add<F>(sums[ROWS * c + r], u[r].q, u[r].f, x);
@@ -2889,7 +2889,7 @@ DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_u
     uint32_t next = at < last ? at : last;
     raw<F> r_w[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) r_w[r] = matvec_load<ONCE>(rows, r, next);
+    for (int r = 0; r < ROWS; r++) r_w[r] = matvec_load(rows, r, next);
     loads_issued();
 #pragma unroll 1
     for (; at < work.count; at += work.step) {
@@ -2898,7 +2898,7 @@ DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_u
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             u[r] = decode_raw<F>(r_w[r], at);
-            r_w[r] = matvec_load<ONCE>(rows, r, next);
+            r_w[r] = matvec_load(rows, r, next);
             loads_issued();
         }
 #pragma unroll 1
@@ -2985,7 +2985,7 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
 
 // One wave's share of a product: ROWS rows from `row` on, and of K the steps of k_wave. The sums go
 // to out[pass][wave][ROWS c + r], with out at this wave; pass 0 is w and pass 1 is w2.
-template <int F, int N, bool INT8, bool ROW, reads R = ONCE>
+template <int F, int N, bool INT8, bool ROW>
 DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
                          int k_wave, int k_step, const u32x4 *row_x, float *out) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N };
@@ -3003,7 +3003,7 @@ DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weight
         float sums[ROWS * N];
 #pragma unroll
         for (int i = 0; i < ROWS * N; i++) sums[i] = 0.0f;
-        if constexpr (INT8) matvec_int8_sums<F, N, ROW, R>(a, w, p.n_units, row_x, work, sums);
+        if constexpr (INT8) matvec_int8_sums<F, N, ROW>(a, w, p.n_units, row_x, work, sums);
         else if constexpr (is_plain<F>()) matvec_plain_sums<F, N>(a, w, work, sums);
         else matvec_f32_sums<F, N>(a, w, p.n_units, work, sums);
         const float sum = wave_sums<SLOT, 1>(sums);
@@ -3200,22 +3200,6 @@ DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_
         touched[r] = gload((const uint32_t *)from);
     }
 }
-// Makes the x of the kernels matvec_row_*. Block 0 also stores it if a.row.y is set. That pointer
-// is read only when the loads have been issued: they would wait for it otherwise.
-template <int F, int QUADS, typename Early>
-DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
-                    int k_wave, bool block_0, u32x4 *lds, float *work, Early early) {
-    float v[QUADS][4], w[QUADS][4];
-    uint32_t touched[ROCQ_K_MATVEC_ROWS];
-    matvec_row_load(a.x, a.k, v);
-    if (a.row.weight) matvec_row_load(a.row.weight, a.k, w);
-    matvec_touch<F>(p, row, a.k / 32, k_wave, touched);
-    early();
-    matvec_row_stage(a, v, w, block_0 && a.row.y, lds, work);
-#pragma unroll
-    for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) computed(touched[r]);
-}
-
 // `low` of rocq_k_matvec_args: the blocks of product 0 make t = A x, which the other blocks of the
 // launch read. Each number of t has a word in memory, which is 0 until the number is known, and
 // then the complement of its bits: so a block that waits for t looks at these words alone, and what
@@ -3224,9 +3208,10 @@ DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p,
 // There are two sets of words, which launches use by turns. The blocks of product 0 zero the set
 // that the next launch will use; the launch before, which used it last, has ended. The highest bit
 // of a.low.words[0] says which set it is. A launch adds 1 << 31 to that word in total: block 0 adds
-// 1 << 31 less the number of the other blocks, and each of these adds 1. A block adds its share as
-// the last thing it does. So the highest bit changes only when all blocks have added theirs, and
-// each block, whenever it looks, finds the same bit.
+// 1 << 31 less the number of the other blocks, and each of these adds 1. A block looks at the word
+// when it begins, and adds its share when its waves have met, each of which has seen its own look
+// by then. So the highest bit changes only when all blocks have looked, and all of them find the
+// same bit.
 enum { MATVEC_LOOKS = 4096 }; // for some milliseconds
 DEV uint32_t *matvec_low_words(const rocq_k_matvec_args &a, uint32_t turn) {
     return a.low.words + ROCQ_K_LOW_TURN + turn * ROCQ_K_MATVEC_LOW;
@@ -3238,9 +3223,8 @@ DEV void matvec_low_put(uint32_t *words, int row, float t) {
 DEV void matvec_low_clear(const rocq_k_matvec_args &a, uint32_t block, uint32_t turn) {
     uint32_t *const words = matvec_low_words(a, turn ^ 1);
     const uint32_t own = 256 - ROCQ_K_WAVE, step = a.block_begin[1] * own;
-    for (uint32_t i = block * own + thread_index() - ROCQ_K_WAVE; i < ROCQ_K_MATVEC_LOW; i += step) {
-        gstore(words + i, 0);
-    }
+    const uint32_t first = block * own + thread_index() - ROCQ_K_WAVE;
+    for (uint32_t i = first; i < ROCQ_K_MATVEC_LOW; i += step) gstore(words + i, 0);
 }
 
 // Nothing promises that the blocks of product 0, which have the lowest numbers, begin before blocks
@@ -3260,7 +3244,7 @@ DEV void matvec_low_help(const rocq_k_matvec_args &a0, const u32x4 *row_x, uint3
         for (int wave = 0; wave < ROCQ_K_MATVEC_WAVES; wave++) {
             const int row = first + (wave >> k_shift) * ROWS;
             if (row >= p.m) break;
-            matvec_products<ROCQ_K_ID_q8_0, 1, true, ROW, AGAIN>(a, p, row, wave & ((1 << k_shift) - 1),
+            matvec_products<ROCQ_K_ID_q8_0, 1, true, ROW>(a, p, row, wave & ((1 << k_shift) - 1),
                                                           ROCQ_K_WAVE << k_shift, row_x,
                                                           sums + wave * ROWS);
         }
@@ -3309,7 +3293,7 @@ DEV uint32_t matvec_low_look(const rocq_k_matvec_args &a, int product, int rank0
     return word;
 }
 // Sets t.lora when t = A x is there, all lanes of a wave together. word is what the first look saw,
-// and low_t is LDS for the numbers of t that a wave takes at a time. Returns false if waiting was in
+// and low_t is LDS for the numbers of t that a wave takes at a time. Returns false if that was in
 // vain.
 DEV bool matvec_low_tail(const rocq_k_matvec_args &a0, int product, int row, matvec_low_b b,
                          const uint32_t *words, uint32_t word, u32x4 *low_t, matvec_tail &t) {
@@ -3349,21 +3333,45 @@ DEV bool matvec_low_tail(const rocq_k_matvec_args &a0, int product, int row, mat
 }
 
 // What a block with LOW loads when it begins, so that the trips to memory are over when its sums
-// are there: the word of the turn, and a word of each of its rows of B, for the caches.
+// are there: the word of the turn, and a word of each of its rows of B, for the caches. In blocks
+// of product 0 all waves need the turn, in the others wave 0 does what there is to do.
 struct matvec_low_early {
     uint32_t turn, touched[2];
 };
-DEV matvec_low_early matvec_low_begin(const rocq_k_matvec_args &a, int product, int first_row,
-                                      int rows, int m) {
-    matvec_low_early e = {atomic_look(a.low.words), {0, 0}};
+DEV void matvec_low_begin(const rocq_k_matvec_args &a, int product, int first_row, int m, int wave,
+                          matvec_low_early &early) {
+    if (product != 0 && wave != 0) return;
+    early = {atomic_look(a.low.words), {0, 0}};
+    const int rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> matvec_k_shift<true>(a, product);
     const int row = min(first_row + (lane_index() & (rows - 1)), m - 1);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const rocq_k_lora &lora = a.lora[product][i];
         if (lora.rank == 0) continue;
-        e.touched[i] = gload((const uint32_t *)((const char *)lora.b + row * lora.b_stride));
+        early.touched[i] = gload((const uint32_t *)((const char *)lora.b + row * lora.b_stride));
     }
-    return e;
+}
+DEV void matvec_low_touched(matvec_low_early &e) { // they need no registers behind this
+    computed(e.touched[0]);
+    computed(e.touched[1]);
+}
+
+// Makes the x of the kernels matvec_row_*. Block 0 also stores it if a.row.y is set. That pointer
+// is read only when the loads have been issued: they would wait for it otherwise. For the same
+// reason what the block loads ahead for its end comes behind them.
+template <int F, int QUADS, bool LOW>
+DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int product,
+                    int first_row, int row, int wave, int k_wave, bool block_0, u32x4 *lds,
+                    float *work, matvec_low_early &early) {
+    float v[QUADS][4], w[QUADS][4];
+    uint32_t touched[ROCQ_K_MATVEC_ROWS];
+    matvec_row_load(a.x, a.k, v);
+    if (a.row.weight) matvec_row_load(a.row.weight, a.k, w);
+    matvec_touch<F>(p, row, a.k / 32, k_wave, touched);
+    if constexpr (LOW) matvec_low_begin(a, product, first_row, p.m, wave, early);
+    matvec_row_stage(a, v, w, block_0 && a.row.y, lds, work);
+#pragma unroll
+    for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) computed(touched[r]);
 }
 
 // What a block does. F: the format of all products, MATVEC_MIXED or MATVEC_LOW where each has its
@@ -3416,30 +3424,19 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     const int row = first_row + (wave >> k_shift) * ROWS, k_wave = wave & ((1 << k_shift) - 1);
     float *out = sums + wave * ROWS * N;
     matvec_low_early early;
-    uint32_t touched[ROWS];
-    const auto begin_early = [&] {
-        if (LOW && (product == 0 || wave == 0)) {
-            early = matvec_low_begin(a, product, first_row, ROWS * ROCQ_K_MATVEC_WAVES >> k_shift,
-                                     p.m);
-        }
-    };
     if constexpr (ROW) {
-        if (a.k > 2048) matvec_row<F, 4>(a, p, row, k_wave, block == 0, row_x, work, begin_early);
-        else if (a.k > 1024) matvec_row<F, 2>(a, p, row, k_wave, block == 0, row_x, work, begin_early);
-        else matvec_row<F, 1>(a, p, row, k_wave, block == 0, row_x, work, begin_early);
+        const bool block_0 = block == 0;
+#define ROCQ_QUADS(n) \
+    matvec_row<F, n, LOW>(a, p, product, first_row, row, wave, k_wave, block_0, row_x, work, early)
+        if (a.k > 2048) ROCQ_QUADS(4);
+        else if (a.k > 1024) ROCQ_QUADS(2);
+        else ROCQ_QUADS(1);
+#undef ROCQ_QUADS
+        if (LOW && product != 0 && wave == 0) matvec_low_touched(early);
     } else if constexpr (LOW) {
-        matvec_touch<F>(p, row, a.k / 32, k_wave, touched);
-        begin_early();
+        matvec_low_begin(a, product, first_row, p.m, wave, early);
     }
-    if (LOW && product == 0) {
-        if (row < p.m) matvec_products<ROCQ_K_ID_q8_0, 1, true, ROW, AGAIN>(a, p, row, k_wave, k_step, row_x, out);
-    } else if (row < p.m) {
-        matvec_share<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
-    }
-    if constexpr (LOW && !ROW) {
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) computed(touched[r]);
-    }
+    if (row < p.m) matvec_share<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
     matvec_tail tail = matvec_tail_of<LOW>(a, product, first_row);
     if constexpr (LOW) {
         matvec_low_b b;
@@ -3447,8 +3444,7 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
         if (product == 0 || wave == 0) turn = wave_read(early.turn, 0) >> 31;
         uint32_t *const words = matvec_low_words(a, turn);
         if (product != 0 && wave == 0) {
-            computed(early.touched[0]);
-            computed(early.touched[1]);
+            if (!ROW) matvec_low_touched(early);
             word = matvec_low_look(a, product, 0, words, 1);
             b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
         }
@@ -3463,9 +3459,10 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
         matvec_pair both = {0.0f, 1.0f};
         if (tail.live) both = matvec_pair_of<N>(tail, sums);
         if (product != 0) {
+            u32x4 *const low_t = (u32x4 *)work;
             for (;;) {
                 const int lora_row = min(first_row + tail.r, tail.m - 1);
-                if (matvec_low_tail(a, product, lora_row, b, words, word, (u32x4 *)work, tail)) break;
+                if (matvec_low_tail(a, product, lora_row, b, words, word, low_t, tail)) break;
                 matvec_low_help<ROW>(a, row_x, words, sums);
                 // Loaded a second time, so that matvec_low_help has the registers of tail and b.
                 tail = matvec_tail_of<true>(a, product, first_row);
@@ -3525,9 +3522,9 @@ ROCQ_K_INT8_FORMATS(ROCQ_X_ROW, )
 KERNEL_WAVES(matvec_row_mixed, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_MIXED, 1, true, true>(a);
 }
-// A step of a 1.1B with adapters took 807 us on an H200 with 4 waves, 795 with 6 and 820 with 8,
-// when a wave that had waited in vain still kept its tail in registers. Now that it loads the tail
-// again, the step takes 799 to 816 us with 6 waves (7d94879).
+// With 8 waves matvec_int8_low_n1 spills. A step of a 1.1B with adapters of rank 16 took 807 us on
+// an H200 with 4 waves in both kernels, 795 with 6 and 820 with 8, when a wave that had waited in
+// vain still kept its tail in registers.
 KERNEL_WAVES(matvec_int8_low_n1, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_LOW, 1, true, false, true>(a);
 }
