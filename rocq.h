@@ -2749,8 +2749,9 @@ enum {
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
     ROCQ_K_MATVEC_PRODUCTS = 4, // most products of the same x in one launch
     ROCQ_K_MATVEC_LOW = 1024,   // most rows of product 0 of a launch with `low`
-    // see matvec_low_words: word 0, three unused ones for alignment, and two sets of t
-    ROCQ_K_LOW_WORDS = 4 + 2 * ROCQ_K_MATVEC_LOW,
+    ROCQ_K_LOW_TURN = 32,       // words ahead of the two sets: the first one tells launches apart,
+                                // the others keep the sets in cache lines of their own
+    ROCQ_K_LOW_WORDS = ROCQ_K_LOW_TURN + 2 * ROCQ_K_MATVEC_LOW,
     ROCQ_K_MATVEC_ROW_K = 4096, // largest K of a matvec_row
     ROCQ_K_MATVEC_LDS = 2048, // most bytes of LDS of a matvec: two sums a row and column, a wave
     ROCQ_K_MATVEC_ROW_LDS = ROCQ_K_MATVEC_ROW_K / 32 * 34 + 384, // x in Q8_0, sums, the norm's work

@@ -3223,21 +3223,6 @@ DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_
         touched[r] = gload((const uint32_t *)from);
     }
 }
-// Makes the x of the kernels matvec_row_*. Block 0 also stores it if a.row.y is set. That pointer
-// is read only when the loads have been issued: they would wait for it otherwise.
-template <int F, int QUADS>
-DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
-                    int k_wave, bool block_0, u32x4 *lds, float *work) {
-    float v[QUADS][4], w[QUADS][4];
-    uint32_t touched[ROCQ_K_MATVEC_ROWS];
-    matvec_row_load(a.x, a.k, v);
-    if (a.row.weight) matvec_row_load(a.row.weight, a.k, w);
-    matvec_touch<F>(p, row, a.k / 32, k_wave, touched);
-    matvec_row_stage(a, v, w, block_0 && a.row.y, lds, work);
-#pragma unroll
-    for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) computed(touched[r]);
-}
-
 // `low` of rocq_k_matvec_args: the blocks of product 0 make t = A x, which the other blocks of the
 // launch read. Each number of t has a word in memory, which is 0 until the number is known, and
 // then the complement of its bits. So a block that waits for t polls these words alone, and the
@@ -3246,12 +3231,13 @@ DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p,
 // There are two sets of words, which launches use by turns. The blocks of product 0 zero the set
 // that the next launch will use; the launch before, which used it last, has ended. The highest bit
 // of a.low.words[0] says which set it is. A launch adds 1 << 31 to that word in total: block 0 adds
-// 1 << 31 less the number of the other blocks, and each of these adds 1. A block adds its share as
-// the last thing it does. So the highest bit changes only when all blocks have added theirs, and
-// each block, whenever it looks, finds the same bit.
+// 1 << 31 less the number of the other blocks, and each of these adds 1. A block looks at the word
+// when it begins, and adds its share when its waves have met, each of which has seen its own look
+// by then. So the highest bit changes only when all blocks have looked, and all of them find the
+// same bit.
 enum { MATVEC_LOOKS = 4096 }; // polls of a word until a block gives up: some milliseconds
 DEV uint32_t *matvec_low_words(const rocq_k_matvec_args &a, uint32_t turn) {
-    return a.low.words + 4 + turn * ROCQ_K_MATVEC_LOW;
+    return a.low.words + ROCQ_K_LOW_TURN + turn * ROCQ_K_MATVEC_LOW;
 }
 DEV void matvec_low_put(uint32_t *words, int row, float t) {
     const uint32_t word = ~bits<uint32_t>(t);
@@ -3259,10 +3245,9 @@ DEV void matvec_low_put(uint32_t *words, int row, float t) {
 }
 DEV void matvec_low_clear(const rocq_k_matvec_args &a, uint32_t block, uint32_t turn) {
     uint32_t *const words = matvec_low_words(a, turn ^ 1);
-    const uint32_t step = a.block_begin[1] * 256;
-    for (uint32_t i = block * 256 + thread_index(); i < ROCQ_K_MATVEC_LOW; i += step) {
-        gstore(words + i, 0);
-    }
+    const uint32_t own = 256 - ROCQ_K_WAVE, step = a.block_begin[1] * own;
+    const uint32_t first = block * own + thread_index() - ROCQ_K_WAVE;
+    for (uint32_t i = first; i < ROCQ_K_MATVEC_LOW; i += step) gstore(words + i, 0);
 }
 
 // Nothing promises that the blocks of product 0, which have the lowest numbers, begin before blocks
@@ -3315,42 +3300,101 @@ DEV matvec_low_b matvec_low_load(const rocq_k_matvec_args &a, int product, int r
     }
     return b;
 }
-// Sets t.lora when t = A x is there, all lanes of a wave together. A lane looks at one word: the
-// first 16 at those of w, the others at those of w2. Returns false if that was in vain.
+// The word that a lane looks at: the first 16 lanes look at those of w, the others at those of w2,
+// of the ranks from rank0 on. It is 1 where there is none to wait for.
+DEV uint32_t matvec_low_look(const rocq_k_matvec_args &a, int product, int rank0,
+                             const uint32_t *words, int looks) {
+    const rocq_k_lora *const lora = a.lora[product];
+    const bool second = lane_index() >= 16;
+    const int r = rank0 + lane_index() % 16;
+    if (r >= (second ? lora[1].rank : lora[0].rank)) return 1;
+    const float *const t = second ? lora[1].t : lora[0].t;
+    const uint32_t *const from = words + (t - (const float *)a.product[0].y) + r;
+    uint32_t word = 0;
+#pragma unroll 1
+    for (int i = 0; i < looks && word == 0; i++) word = atomic_look(from);
+    return word;
+}
+// Sets t.lora when t = A x is there, all lanes of a wave together. word is what the first look saw,
+// and low_t is LDS for the numbers of t that a wave takes at a time. Returns false if that was in
+// vain.
 DEV bool matvec_low_tail(const rocq_k_matvec_args &a0, int product, int row, matvec_low_b b,
-                         const uint32_t *words, matvec_tail &t) {
+                         const uint32_t *words, uint32_t word, u32x4 *low_t, matvec_tail &t) {
     const rocq_k_matvec_args &a = reread_anew(a0);
     const rocq_k_lora *const lora = a.lora[product];
-    const rocq_k_lora &own = lora[lane_index() / 16];
-    const uint32_t *const from = own.rank > 0 ? words + (own.t - (const float *)a.product[0].y)
-                                              : words;
     float sums[2] = {0.0f, 0.0f};
 #pragma unroll 1
     for (int rank0 = 0; rank0 < max(lora[0].rank, lora[1].rank); rank0 += 16) {
-        if (rank0 > 0) b = matvec_low_load(a, product, row, rank0);
-        const int r = rank0 + lane_index() % 16;
-        uint32_t word = r < own.rank ? 0 : 1;
-#pragma unroll 1
-        for (int i = 0; i < MATVEC_LOOKS && word == 0; i++) word = atomic_look(from + r);
+        if (rank0 > 0) {
+            b = matvec_low_load(a, product, row, rank0);
+            word = 0;
+        }
+        if (word == 0) word = matvec_low_look(a, product, rank0, words, MATVEC_LOOKS);
         if (wave_ballot(word == 0) != 0) return false;
+        lput((uint32_t *)low_t + lane_index(), ~word);
+        wave_sync();
 #pragma unroll
         for (int i = 0; i < 2; i++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 if (rank0 + 8 * h >= lora[i].rank) continue;
 #pragma unroll
-                for (int e = 0; e < 8; e++) {
-                    float u[4];
-                    decode_vector<ROCQ_F16>(b.v[i][h], e / 4, u);
-                    const uint32_t t_bits = ~wave_read(word, 16 * i + 8 * h + e);
-                    sums[i] = fmaf(u[e % 4], bits<float>(t_bits), sums[i]);
+                for (int q = 0; q < 2; q++) {
+                    float u[4], v[4];
+                    decode_vector<ROCQ_F16>(b.v[i][h], q, u);
+                    decode_vector<ROCQ_F32>(lget(low_t + 4 * i + 2 * h + q), 0, v);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) sums[i] = fmaf(u[e], v[e], sums[i]);
                 }
             }
         }
+        wave_sync(); // low_t has been read
     }
     t.lora[0] = lora[0].rank > 0 ? lora[0].scale * sums[0] : 0.0f;
     t.lora[1] = lora[1].rank > 0 ? lora[1].scale * sums[1] : 0.0f;
     return true;
+}
+
+// What a block with LOW loads when it begins, so that the trips to memory are over when its sums
+// are there: the word of the turn, and a word of each of its rows of B, for the caches. In blocks
+// of product 0 all waves need the turn, in the others wave 0 does what there is to do.
+struct matvec_low_early {
+    uint32_t turn, touched[2];
+};
+DEV void matvec_low_begin(const rocq_k_matvec_args &a, int product, int first_row, int m, int wave,
+                          matvec_low_early &early) {
+    if (product != 0 && wave != 0) return;
+    early = {atomic_look(a.low.words), {0, 0}};
+    const int rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> matvec_k_shift<true>(a, product);
+    const int row = min(first_row + (lane_index() & (rows - 1)), m - 1);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const rocq_k_lora &lora = a.lora[product][i];
+        if (lora.rank == 0) continue;
+        early.touched[i] = gload((const uint32_t *)((const char *)lora.b + row * lora.b_stride));
+    }
+}
+DEV void matvec_low_touched(matvec_low_early &e) { // they need no registers behind this
+    computed(e.touched[0]);
+    computed(e.touched[1]);
+}
+
+// Makes the x of the kernels matvec_row_*. Block 0 also stores it if a.row.y is set. That pointer
+// is read only when the loads have been issued: they would wait for it otherwise. For the same
+// reason what the block loads ahead for its end comes behind them.
+template <int F, int QUADS, bool LOW>
+DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int product,
+                    int first_row, int row, int wave, int k_wave, bool block_0, u32x4 *lds,
+                    float *work, matvec_low_early &early) {
+    float v[QUADS][4], w[QUADS][4];
+    uint32_t touched[ROCQ_K_MATVEC_ROWS];
+    matvec_row_load(a.x, a.k, v);
+    if (a.row.weight) matvec_row_load(a.row.weight, a.k, w);
+    matvec_touch<F>(p, row, a.k / 32, k_wave, touched);
+    if constexpr (LOW) matvec_low_begin(a, product, first_row, p.m, wave, early);
+    matvec_row_stage(a, v, w, block_0 && a.row.y, lds, work);
+#pragma unroll
+    for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) computed(touched[r]);
 }
 
 // What a block does. F: the format of all products, MATVEC_MIXED or MATVEC_LOW where each has its
@@ -3367,7 +3411,7 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
     LDS(float, sums, 2 * ROCQ_K_MATVEC_WAVES * ROWS * N);
     LDS(u32x4, row_x, ROW ? ROW_VECTORS : 1);
-    LDS(float, row_work, ROW ? BLOCK_WORK : 1);
+    LDS(float, work, ROW || LOW ? BLOCK_WORK : 1);
     uint32_t block = a.common.block0, begin = 0;
     int product = 0;
 #if defined(__CUDACC__) // as a loop: then nvcc keeps the product in its uniform registers
@@ -3402,32 +3446,51 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> k_shift);
     const int row = first_row + (wave >> k_shift) * ROWS, k_wave = wave & ((1 << k_shift) - 1);
     float *out = sums + wave * ROWS * N;
+    matvec_low_early early;
     if constexpr (ROW) {
-        if (a.k > 2048) matvec_row<F, 4>(a, p, row, k_wave, block == 0, row_x, row_work);
-        else if (a.k > 1024) matvec_row<F, 2>(a, p, row, k_wave, block == 0, row_x, row_work);
-        else matvec_row<F, 1>(a, p, row, k_wave, block == 0, row_x, row_work);
+        const bool block_0 = block == 0;
+#define ROCQ_QUADS(n) \
+    matvec_row<F, n, LOW>(a, p, product, first_row, row, wave, k_wave, block_0, row_x, work, early)
+        if (a.k > 2048) ROCQ_QUADS(4);
+        else if (a.k > 1024) ROCQ_QUADS(2);
+        else ROCQ_QUADS(1);
+#undef ROCQ_QUADS
+        if (LOW && product != 0 && wave == 0) matvec_low_touched(early);
+    } else if constexpr (LOW) {
+        matvec_low_begin(a, product, first_row, p.m, wave, early);
     }
     if (row < p.m) matvec_share<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
     matvec_tail tail = matvec_tail_of<LOW>(a, product, first_row);
     if constexpr (LOW) {
         matvec_low_b b;
-        uint32_t turn = 0;
-        if (product == 0 || wave == 0) turn = wave_read(atomic_look(a.low.words), 0) >> 31;
-        if (product == 0) matvec_low_clear(a, block, turn);
-        else if (wave == 0) b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
-        block_sync_lds();
-        if (wave != 0) return; // wave 0 has all that is live
+        uint32_t turn = 0, word = 1;
+        if (product == 0 || wave == 0) turn = wave_read(early.turn, 0) >> 31;
         uint32_t *const words = matvec_low_words(a, turn);
+        if (product != 0 && wave == 0) {
+            if (!ROW) matvec_low_touched(early);
+            word = matvec_low_look(a, product, 0, words, 1);
+            b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
+        }
+        block_sync_lds();
+        if (wave != 0) { // wave 0 has all that is live
+            if (product == 0) matvec_low_clear(a, block, turn);
+            return;
+        }
+        if (thread_index() == 0) {
+            atomic_add(a.low.words, block == 0 ? (1u << 31) - (a.low.n_blocks - 1) : 1);
+        }
         matvec_pair both = {0.0f, 1.0f};
         if (tail.live) both = matvec_pair_of<N>(tail, sums);
         if (product != 0) {
+            u32x4 *const low_t = (u32x4 *)work;
             for (;;) {
                 const int lora_row = min(first_row + tail.r, tail.m - 1);
-                if (matvec_low_tail(a, product, lora_row, b, words, tail)) break;
+                if (matvec_low_tail(a, product, lora_row, b, words, word, low_t, tail)) break;
                 matvec_low_help<ROW>(a, row_x, words, sums);
                 // Loaded a second time, so that matvec_low_help has the registers of tail and b.
                 tail = matvec_tail_of<true>(a, product, first_row);
                 b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
+                word = 0;
             }
         }
         if (tail.live) {
@@ -3436,9 +3499,6 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
             if (tail.y_format == ROCQ_Q8_0) matvec_put_q8_0<N>(a, tail, first_row, sums, y);
             else put_float(tail.y_format, tail.y + tail.c * tail.y_stride, first_row + tail.r, y);
         }
-        wave_sync();
-        if (thread_index() != 0) return;
-        atomic_add(a.low.words, block == 0 ? (1u << 31) - (a.low.n_blocks - 1) : 1);
         return;
     }
     block_sync_lds();
@@ -3485,13 +3545,13 @@ ROCQ_K_INT8_FORMATS(ROCQ_X_ROW, )
 KERNEL_WAVES(matvec_row_mixed, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_MIXED, 1, true, true>(a);
 }
-// A step of a 1.1B with adapters took 807 us on an H200 with 4 waves, 795 with 6 and 820 with 8,
-// when a wave that had waited in vain still kept its tail in registers. Now that it loads the tail
-// again, the step takes 799 to 816 us with 6 waves (7d94879).
+// With 8 waves matvec_int8_low_n1 spills. A step of a 1.1B with adapters of rank 16 took 807 us on
+// an H200 with 4 waves in both kernels, 795 with 6 and 820 with 8, when a wave that had waited in
+// vain still kept its tail in registers.
 KERNEL_WAVES(matvec_int8_low_n1, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_LOW, 1, true, false, true>(a);
 }
-KERNEL_WAVES(matvec_row_low, rocq_k_matvec_args, 256, 6) {
+KERNEL_WAVES(matvec_row_low, rocq_k_matvec_args, 256, 8) {
     matvec_block<MATVEC_LOW, 1, true, true, true>(a);
 }
 #undef ROCQ_X_ROW
