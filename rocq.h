@@ -3990,6 +3990,14 @@ typedef struct rocq__block {
 // rocq_desc.n_threads. An item must come out the same in any call.
 typedef void (*rocq__task)(void *arg, int64_t begin, int64_t end, int32_t thread);
 
+// Memory that a thread is going to read, in that order: see rocq__team_fetch.
+enum { ROCQ__AHEAD_PARTS = 4 };
+typedef struct rocq__ahead {
+    const struct rocq__stage *of; // that will read it, or NULL; only compared: it may be gone
+    const unsigned char *at[ROCQ__AHEAD_PARTS];
+    int64_t bytes[ROCQ__AHEAD_PARTS];
+} rocq__ahead;
+
 // A part of an op, or all of a small one (>>threads).
 typedef struct rocq__stage {
     rocq__task fn;
@@ -4001,6 +4009,10 @@ typedef struct rocq__stage {
     // Runs alone before the items, or NULL. It does what depends on the contents of tensors: it
     // checks them, and may change n (0: no items), grain and together.
     rocq_result (*begin)(rocq_ctx *ctx, struct rocq__stage *stage);
+    // Names the memory that items begin .. end read first and that no stage before writes: at and
+    // bytes of *to, which are 0 before. Or NULL. Not together with begin.
+    void (*reads)(const void *arg, int64_t begin, int64_t end, rocq__ahead *to);
+    const struct rocq__stage *ahead; // of a recorded step: the next stage that has reads, or NULL
 } rocq__stage;
 
 enum { ROCQ__MAX_THREADS = 64 };
@@ -4057,6 +4069,7 @@ typedef struct rocq__team {
     int64_t n, chunk;      // items, items of a chunk
     rocq__task fn;
     void *arg;
+    const rocq__stage *ahead; // the stage's
     int32_t running;       // 0 when all stages are done (atomic)
     char apart_2[ROCQ__APART];
     ROCQ__ALIGNAS(8) int64_t pending; // chunks not done (atomic)
@@ -4822,6 +4835,9 @@ ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor) {
 // on one thread, one after the other, as a job system may choose to (rocq_desc.run_tasks), the
 // first does all.
 //
+// While a thread waits, it prefetches what its own share of the next product will read first
+// (rocq__team_fetch).
+//
 // What this costs is cache lines that go from core to core, at 50 to 250 ns each: for a stage, one
 // with the stage, one to count chunks down, and one for each look at another thread's share.
 
@@ -4882,6 +4898,12 @@ static inline void rocq__relax(void) {
     __asm__ __volatile__("yield");
 #endif
 }
+
+#if defined(__GNUC__) || defined(__clang__)
+#define ROCQ__PREFETCH(address) __builtin_prefetch(address, 0, 2)
+#else
+#define ROCQ__PREFETCH(address) ((void)(address))
+#endif
 
 // A lock for a few dozen instructions, at half the cost of a mutex. A thread that finds it held for
 // longer (by a preempted thread, say) sleeps, so that the holder runs whatever its priority is.
@@ -4971,6 +4993,7 @@ static void rocq__team_next(rocq__team *team, int32_t thread) {
         const int64_t small = ROCQ__MAX(stage->grain / 4, 1), most = 64 * n_threads;
         team->fn = stage->fn;
         team->arg = stage->arg;
+        team->ahead = n_threads > 1 ? stage->ahead : NULL;
         team->n = stage->n;
         team->chunk = ROCQ__MAX((stage->n + most - 1) / most, small);
         const int64_t n_chunks = (stage->n + team->chunk - 1) / team->chunk;
@@ -5037,10 +5060,24 @@ static bool rocq__team_steal(rocq__team *team, int64_t open, int32_t thread) {
     return false;
 }
 
+// Sets *ahead to what the thread's share of the stage will read first; nothing if it is known
+// already. The thread still has a chunk that it has not counted down: without, the caller might
+// return and free the stages. Chunks are not considered, so the share's begin may be off by one.
+static void rocq__team_look_ahead(const rocq__team *team, const rocq__stage *stage, int32_t thread,
+                                  rocq__ahead *ahead) {
+    const int64_t n_threads = team->ctx->desc.n_threads;
+    if (ahead->of == stage) return;
+    memset(ahead, 0, sizeof *ahead);
+    ahead->of = stage;
+    if (!stage) return;
+    stage->reads(stage->arg, stage->n * thread / n_threads, stage->n * (thread + 1) / n_threads,
+                 ahead);
+}
+
 // Runs what there is to do for this thread, and returns the last stage that it has seen. It takes
 // several chunks together, whose items are neighbours in memory: an eighth of a share or what the
 // stage asks for, but no more than half of what it has left.
-static int64_t rocq__team_share_out(rocq__team *team, int32_t thread) {
+static int64_t rocq__team_share_out(rocq__team *team, int32_t thread, rocq__ahead *ahead) {
     int64_t *own = &team->shares[thread].left, n_done = 0;
     for (;;) {
         const int64_t open = rocq__load64(&team->open), word = rocq__load64(own);
@@ -5058,12 +5095,29 @@ static int64_t rocq__team_share_out(rocq__team *team, int32_t thread) {
             }
             n_done += n_taken;
         } else if (n_done > 0) {
+            if (rocq__load64(&team->pending) > n_done) { // others are at work: it will have to wait
+                rocq__team_look_ahead(team, team->ahead, thread, ahead);
+            }
             if (rocq__fetch_add64(&team->pending, -n_done) == n_done) {
                 rocq__team_next(team, thread);
             }
             n_done = 0;
         } else if (!rocq__team_steal(team, open, thread)) {
             return open;
+        }
+    }
+}
+
+// Prefetches into L2, for as long as the thread has to wait. Memory would else be idle meanwhile,
+// and the thread's share of the next product would start with what is far away. Weights depend on
+// no stage before, so they can be read at any time.
+static void rocq__team_fetch(rocq__team *team, int64_t seen, bool inside, rocq__ahead *ahead) {
+    enum { AT_ONCE = 512 };
+    for (int i = 0; i < ROCQ__AHEAD_PARTS; i++) {
+        while (ahead->bytes[i] > 0 && rocq__team_idle(team, seen, inside)) {
+            for (int j = 0; j < AT_ONCE; j += 64) ROCQ__PREFETCH(ahead->at[i] + j);
+            ahead->at[i] += AT_ONCE;
+            ahead->bytes[i] -= AT_ONCE;
         }
     }
 }
@@ -5076,10 +5130,13 @@ enum { ROCQ__SPINS = 250, ROCQ__SPIN_NS = 50000 };
 // Takes part until all stages are done (inside), or until the team's threads are to end.
 static void rocq__team_work(rocq__team *team, int32_t thread, bool inside) {
     int64_t until = 0;
+    rocq__ahead ahead;
+    memset(&ahead, 0, sizeof ahead);
     for (;;) {
-        const int64_t seen = rocq__team_share_out(team, thread);
+        const int64_t seen = rocq__team_share_out(team, thread, &ahead);
         int32_t spins = 0;
         if (seen < 0 || (inside && !rocq__load32(&team->running))) return;
+        rocq__team_fetch(team, seen, inside, &ahead);
         while (spins < ROCQ__SPINS && rocq__team_idle(team, seen, inside)) {
             rocq__relax();
             spins++;
@@ -5140,7 +5197,7 @@ static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *
 // Runs fn over 0 .. n, on all threads if n > grain, and returns when all is done. rocq_cancel does
 // not stop it.
 static void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task fn, void *arg) {
-    rocq__stage stage = {fn, arg, n, grain, 0, NULL};
+    rocq__stage stage = {fn, arg, n, grain, 0, NULL, NULL, NULL};
     rocq__team_run(ctx, NULL, &stage, 1);
 }
 
@@ -5256,6 +5313,8 @@ static rocq__stage *rocq__plan_stage(rocq__plan *plan, rocq__task fn, void *arg,
     stage->grain = grain;
     stage->together = 0;
     stage->begin = NULL;
+    stage->reads = NULL;
+    stage->ahead = NULL;
     return stage;
 }
 
@@ -9486,6 +9545,7 @@ enum {
     ROCQ__MM_L2_AHEAD = 32768, // bytes ahead that a pass prefetches into L2
     ROCQ__MM_STREAM = 16384,   // least bytes of one of the streams in which w is read
     ROCQ__MM_STREAM_AHEAD = 512, // bytes ahead that a pass prefetches in each of them
+    ROCQ__MM_AHEAD = 131072,   // most bytes that a waiting thread prefetches: a part of L2
     ROCQ__MM_PASS_ROWS = 4096, // of a lone column: so many go through the epilogue at once
     ROCQ__MM_FEW = 16       // up to so many columns w is read in order: see rocq__mm_sums
 };
@@ -12367,6 +12427,31 @@ static void rocq__mm_run_all(void *arg, int64_t begin, int64_t end, int32_t thre
     }
 }
 
+// What panels begin .. end of the chain read first of w, and half as much of w2 before it: both are
+// read in turn.
+static void rocq__mm_reads(const void *arg, int64_t begin, int64_t end, rocq__ahead *to) {
+    const rocq__mm_chain *chain = (const rocq__mm_chain *)arg;
+    int64_t first = 0, left = ROCQ__MM_AHEAD;
+    for (int32_t i = 0, n = 0; i < chain->n_products; i++) {
+        const rocq__mm_product *product = &chain->products[i];
+        const rocq__mm *mms[2] = {&product->other, &product->main};
+        const int64_t items = rocq__mm_items(&product->main);
+        const int64_t from = ROCQ__MAX(begin - first, 0), past = ROCQ__MIN(end - first, items);
+        first += items;
+        for (int j = product->has_other ? 0 : 1; j < 2 && from < past; j++) {
+            const rocq__mm *mm = mms[j];
+            const int64_t matrix = from / mm->n_panels, row = from % mm->n_panels * mm->panel_rows;
+            const int64_t rows =
+                ROCQ__MIN((past - from) * mm->panel_rows, mm->w->ne[1] - row);
+            const int64_t bytes = rows * rocq__bytes(mm->w->format, mm->w->stride[1]);
+            if (left <= 0 || n == ROCQ__AHEAD_PARTS) return;
+            to->at[n] = rocq__row(mm->w, row, matrix % mm->w->ne[2], matrix / mm->w->ne[2]);
+            to->bytes[n] = ROCQ__MIN(bytes, j == 0 ? left / 2 : left);
+            left -= to->bytes[n++];
+        }
+    }
+}
+
 static void rocq__plan_map_cpu(rocq__plan *plan, rocq_op op, const void *params);
 
 static void rocq__mm_place(rocq__mm *mm, const rocq__plan *plan) {
@@ -12411,8 +12496,10 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
                                    ROCQ__MIN(product->main.n, (int64_t)ROCQ__MM_TILE_N));
     }
     rocq__plan_stage(plan, rocq__mm_convert_all, chain, n_columns, rocq__plan_grain(plan, 4 * k));
-    rocq__plan_stage(plan, rocq__mm_run_all, chain, n_items, rocq__plan_grain(plan, k * most))
-        ->together = rocq__mm_together(&products[0].main, k * most);
+    rocq__stage *run = rocq__plan_stage(plan, rocq__mm_run_all, chain, n_items,
+                                        rocq__plan_grain(plan, k * most));
+    run->together = rocq__mm_together(&products[0].main, k * most);
+    if (products[0].main.n == 1) run->reads = rocq__mm_reads;
     for (int32_t i = 0; p; p = p->next, i++) {
         if (!products[i].has_cast) continue;
         const rocq_cast_params cast = {p->y, &products[i].main_y};
@@ -12444,12 +12531,6 @@ static inline int64_t rocq__strip(int64_t n, int64_t k) {
     const int64_t most = ROCQ__STRIP;
     return ROCQ__MIN(n - k, most);
 }
-
-#if defined(__GNUC__) || defined(__clang__)
-#define ROCQ__PREFETCH(address) __builtin_prefetch(address, 0, 2)
-#else
-#define ROCQ__PREFETCH(address) ((void)(address))
-#endif
 
 // Elements [first, first + n) of a row as floats: where they stand for F32, else decoded into buf.
 // first is a whole number of blocks.
@@ -23700,6 +23781,11 @@ static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
         node->op->plan_cpu(&plan, node->op->id, node->params);
     }
     graph->n_stages = plan.n_stages;
+    const rocq__stage *ahead = NULL;
+    for (int32_t i = plan.n_stages - 1; i >= 0; i--) {
+        plan.stages[i].ahead = ahead;
+        if (plan.stages[i].reads) ahead = &plan.stages[i];
+    }
     return ROCQ_OK;
 }
 

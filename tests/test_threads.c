@@ -300,7 +300,7 @@ static void stages_follow_each_other(void **state) {
         t.n_threads = counts[c];
         for (int round = 0; round < ROUNDS; round++) {
             const int64_t grain = 1 + round * 7 % 400, together = round * 11 % 1300;
-            rocq__stage stages[] = {{count_0, &t, 1000, grain, together, NULL},
+            rocq__stage stages[] = {{count_0, &t, 1000, grain, together, NULL, NULL, NULL},
                                     {count_0, &t, 5, 1, 0, no_items},
                                     {count_1, &t, 1000, 1000, 0, NULL},
                                     {count_2, &t, 0, 500, 0, one_more}};
@@ -554,7 +554,7 @@ static void a_long_stage_is_cancelled_between_chunks(void **state) {
             cancelled_stage c = {NULL, 0, false};
             const rocq_desc desc = with_threads(n_threads);
             OK(rocq_open(&c.ctx, &desc));
-            rocq__stage stages[] = {{cancel_inside, &c, 100000, 1, 0, NULL},
+            rocq__stage stages[] = {{cancel_inside, &c, 100000, 1, 0, NULL, NULL, NULL},
                                     {run_later, &c, 1, 1, 0, NULL}};
             assert_int_equal(rocq__team_run(c.ctx, "test", stages, 2 - last), ROCQ_E_CANCELLED);
             assert_non_null(strstr(rocq_error(c.ctx), "test: rocq_cancel"));
