@@ -9741,11 +9741,11 @@ ROCQ__TARGET_AVX2 static void rocq__sum_halves_avx2(int32_t sums[2], const int8_
 static void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
                                  const unsigned char *src) {
     const rocq_format format = mm->x->format;
-    const int64_t k = mm->x->ne[0], per_block = 32 / mm->group;
+    const int64_t k = mm->x->ne[0], per_block = 32 / mm->group, bytes = rocq__bytes(format, 32);
     int8_t *codes = (int8_t *)dst;
     rocq__mm_group *groups = (rocq__mm_group *)(void *)(dst + k);
-    for (int64_t b = 0; b < k / 32; b++, codes += 32, src += rocq__bytes(format, 32)) {
-        float v[32], scale;
+    for (int64_t b = 0; b < k / 32; b++, codes += 32, src += bytes) {
+        float decoded[32], scale;
         bool ready = false;
         if (format == ROCQ_Q8_0) { // copied, unless one is -128: the kernels negate codes of x
             memcpy(codes, src + 2, 32);
@@ -9753,7 +9753,9 @@ static void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
             ready = memchr(codes, 0x80, 32) == NULL;
         }
         if (!ready) {
-            rocq__decode(mm->simd, format, v, src, 32);
+            const float *v = decoded;
+            if (format == ROCQ_F32) v = (const float *)(const void *)src;
+            else rocq__decode(mm->simd, format, decoded, src, 32);
 #if ROCQ__HAS_AVX2
             scale = mm->simd ? rocq__quantize_32_avx2(codes, v) : rocq__quantize_32(codes, v);
 #else
