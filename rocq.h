@@ -4009,8 +4009,9 @@ typedef struct rocq__stage {
     // Runs alone before the items, or NULL. It does what depends on the contents of tensors: it
     // checks them, and may change n (0: no items), grain and together.
     rocq_result (*begin)(rocq_ctx *ctx, struct rocq__stage *stage);
-    // Names the memory that items begin .. end read first and that no stage before writes: at and
-    // bytes of *to, which are 0 before. Or NULL. Not together with begin.
+    // Names the memory that items begin .. end read first: at and bytes of *to, which are 0 before.
+    // It is only prefetched, so it may still be written until the stage begins. Or NULL. It is
+    // called while other stages run: a stage that has it has no begin.
     void (*reads)(const void *arg, int64_t begin, int64_t end, rocq__ahead *to);
     const struct rocq__stage *ahead; // of a recorded step: the next stage that has reads, or NULL
 } rocq__stage;
@@ -5108,9 +5109,10 @@ static int64_t rocq__team_share_out(rocq__team *team, int32_t thread, rocq__ahea
     }
 }
 
-// Prefetches into L2, for as long as the thread has to wait. Memory would else be idle meanwhile,
-// and the thread's share of the next product would start with what is far away. Weights depend on
-// no stage before, so they can be read at any time.
+// Prefetches into L2, for as long as the thread has to wait. A product's weights depend on no stage
+// before it, so they can be fetched at any time, and memory would else be idle meanwhile: while one
+// thread runs small stages, or the last part of attention. On Emerald Rapids a step of 0.1B to 0.3B
+// takes 2 to 3% less time on two threads.
 static void rocq__team_fetch(rocq__team *team, int64_t seen, bool inside, rocq__ahead *ahead) {
     enum { AT_ONCE = 512 };
     for (int i = 0; i < ROCQ__AHEAD_PARTS; i++) {
@@ -9545,7 +9547,7 @@ enum {
     ROCQ__MM_L2_AHEAD = 32768, // bytes ahead that a pass prefetches into L2
     ROCQ__MM_STREAM = 16384,   // least bytes of one of the streams in which w is read
     ROCQ__MM_STREAM_AHEAD = 512, // bytes ahead that a pass prefetches in each of them
-    ROCQ__MM_AHEAD = 131072,   // most bytes that a waiting thread prefetches: a part of L2
+    ROCQ__MM_AHEAD = 131072,   // most bytes that a waiting thread prefetches: 1/16 to 1/4 of L2
     ROCQ__MM_PASS_ROWS = 4096, // of a lone column: so many go through the epilogue at once
     ROCQ__MM_FEW = 16       // up to so many columns w is read in order: see rocq__mm_sums
 };
@@ -12429,8 +12431,8 @@ static void rocq__mm_run_all(void *arg, int64_t begin, int64_t end, int32_t thre
     }
 }
 
-// What panels begin .. end of the chain read first of w, and half as much of w2 before it: both are
-// read in turn.
+// What panels begin .. end of the chain read first, ROCQ__MM_AHEAD bytes at most. Where there is a
+// w2, a thread reads some of its rows and then those of w: half of what is left goes to each.
 static void rocq__mm_reads(const void *arg, int64_t begin, int64_t end, rocq__ahead *to) {
     const rocq__mm_chain *chain = (const rocq__mm_chain *)arg;
     int64_t first = 0, left = ROCQ__MM_AHEAD;
@@ -12442,9 +12444,9 @@ static void rocq__mm_reads(const void *arg, int64_t begin, int64_t end, rocq__ah
         first += items;
         for (int j = product->has_other ? 0 : 1; j < 2 && from < past; j++) {
             const rocq__mm *mm = mms[j];
-            const int64_t matrix = from / mm->n_panels, row = from % mm->n_panels * mm->panel_rows;
-            const int64_t rows =
-                ROCQ__MIN((past - from) * mm->panel_rows, mm->w->ne[1] - row);
+            const int64_t matrix = from / mm->n_panels / mm->n_tiles;
+            const int64_t row = from % mm->n_panels * mm->panel_rows;
+            const int64_t rows = ROCQ__MIN((past - from) * mm->panel_rows, mm->w->ne[1] - row);
             const int64_t bytes = rows * rocq__bytes(mm->w->format, mm->w->stride[1]);
             if (left <= 0 || n == ROCQ__AHEAD_PARTS) return;
             to->at[n] = rocq__row(mm->w, row, matrix % mm->w->ne[2], matrix / mm->w->ne[2]);

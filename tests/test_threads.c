@@ -360,7 +360,6 @@ static void a_thread_that_waits_looks_ahead(void **state) {
             r->n_threads = n_threads;
             stages[2].arg = r;
             stages[0].ahead = stages[1].ahead = &stages[2];
-            stages[2].fn = take_time;
             OK(rocq__team_run(ctx, "test", stages, round % 4 ? 3 : 1));
             rocq__store32(&r->over, 1);
             assert_int_equal(r->bad, 0);
