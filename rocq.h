@@ -3996,6 +3996,14 @@ typedef struct rocq__block {
 // rocq_desc.n_threads. An item must come out the same in any call.
 typedef void (*rocq__task)(void *arg, int64_t begin, int64_t end, int32_t thread);
 
+// Memory that a thread is going to read, in that order: see rocq__team_fetch.
+enum { ROCQ__AHEAD_PARTS = 4 };
+typedef struct rocq__ahead {
+    const struct rocq__stage *of; // that will read it, or NULL; only compared: it may be gone
+    const unsigned char *at[ROCQ__AHEAD_PARTS];
+    int64_t bytes[ROCQ__AHEAD_PARTS];
+} rocq__ahead;
+
 // A part of an op, or all of a small one (>>threads).
 typedef struct rocq__stage {
     rocq__task fn;
@@ -4007,6 +4015,11 @@ typedef struct rocq__stage {
     // Runs alone before the items, or NULL. It does what depends on the contents of tensors: it
     // checks them, and may change n (0: no items), grain and together.
     rocq_result (*begin)(rocq_ctx *ctx, struct rocq__stage *stage);
+    // Names the memory that items begin .. end read first: at and bytes of *to, which are 0 before.
+    // It is only prefetched, so it may still be written until the stage begins. Or NULL. It is
+    // called while other stages run: a stage that has it has no begin.
+    void (*reads)(const void *arg, int64_t begin, int64_t end, rocq__ahead *to);
+    const struct rocq__stage *ahead; // of a recorded step: the next stage that has reads, or NULL
 } rocq__stage;
 
 enum { ROCQ__MAX_THREADS = 64 };
@@ -4064,6 +4077,7 @@ typedef struct rocq__team {
     int64_t n, chunk;      // items, items of a chunk
     rocq__task fn;
     void *arg;
+    const rocq__stage *ahead; // the stage's
     int32_t running;       // 0 when all stages are done (atomic)
     char apart_2[ROCQ__APART];
     ROCQ__ALIGNAS(8) int64_t pending; // chunks not done (atomic)
@@ -4829,6 +4843,9 @@ ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor) {
 // a job system (rocq_desc.run_tasks) runs all tasks of a team on one thread, one after the other,
 // the first task does all the work.
 //
+// While a thread waits, it prefetches what its own share of the next product will read first
+// (rocq__team_fetch).
+//
 // The cost is cache lines that move from core to core, at 50 to 250 ns each: per stage one line
 // with the stage, one with the count of chunks, and one for each look at another thread's share.
 
@@ -4890,6 +4907,12 @@ static inline void rocq__relax(void) {
     __asm__ __volatile__("yield");
 #endif
 }
+
+#if defined(__GNUC__) || defined(__clang__)
+#define ROCQ__PREFETCH(address) __builtin_prefetch(address, 0, 2)
+#else
+#define ROCQ__PREFETCH(address) ((void)(address))
+#endif
 
 // A lock for a few dozen instructions, at half the cost of a mutex. A thread that finds it held for
 // longer (by a preempted thread, say) sleeps, so that the holder runs whatever its priority is.
@@ -4981,6 +5004,7 @@ static void rocq__team_next(rocq__team *team, int32_t thread) {
         const int64_t small = ROCQ__MAX(stage->grain / 4, 1), most = 64 * n_threads;
         team->fn = stage->fn;
         team->arg = stage->arg;
+        team->ahead = n_threads > 1 ? stage->ahead : NULL;
         team->n = stage->n;
         team->chunk = ROCQ__MAX((stage->n + most - 1) / most, small);
         const int64_t n_chunks = (stage->n + team->chunk - 1) / team->chunk;
@@ -5048,10 +5072,24 @@ static bool rocq__team_steal(rocq__team *team, int64_t open, int32_t thread) {
     return false;
 }
 
+// Sets *ahead to what the thread's share of the stage will read first; nothing if it is known
+// already. The thread still has a chunk that it has not counted down: without, the caller might
+// return and free the stages. Chunks are not considered, so the share's begin may be off by one.
+static void rocq__team_look_ahead(const rocq__team *team, const rocq__stage *stage, int32_t thread,
+                                  rocq__ahead *ahead) {
+    const int64_t n_threads = team->ctx->desc.n_threads;
+    if (ahead->of == stage) return;
+    memset(ahead, 0, sizeof *ahead);
+    ahead->of = stage;
+    if (!stage) return;
+    stage->reads(stage->arg, stage->n * thread / n_threads, stage->n * (thread + 1) / n_threads,
+                 ahead);
+}
+
 // Runs chunks until there are none for this thread, and returns the number of the last stage that
 // it has seen. It takes several neighbouring chunks at once: an eighth of a share, or as many as
 // the stage asks for (together), but no more than half of what it has left.
-static int64_t rocq__team_share_out(rocq__team *team, int32_t thread) {
+static int64_t rocq__team_share_out(rocq__team *team, int32_t thread, rocq__ahead *ahead) {
     int64_t *own = &team->shares[thread].left, n_done = 0;
     for (;;) {
         const int64_t open = rocq__load64(&team->open), word = rocq__load64(own);
@@ -5069,12 +5107,30 @@ static int64_t rocq__team_share_out(rocq__team *team, int32_t thread) {
             }
             n_done += n_taken;
         } else if (n_done > 0) {
+            if (rocq__load64(&team->pending) > n_done) { // others are at work: it will have to wait
+                rocq__team_look_ahead(team, team->ahead, thread, ahead);
+            }
             if (rocq__fetch_add64(&team->pending, -n_done) == n_done) {
                 rocq__team_next(team, thread);
             }
             n_done = 0;
         } else if (!rocq__team_steal(team, open, thread)) {
             return open;
+        }
+    }
+}
+
+// Prefetches into L2, for as long as the thread has to wait. A product's weights depend on no stage
+// before it, so they can be fetched at any time, and memory would else be idle meanwhile: while one
+// thread runs small stages, or the last part of attention. On Emerald Rapids a step of 0.1B to 0.3B
+// takes 2 to 3% less time on two threads.
+static void rocq__team_fetch(rocq__team *team, int64_t seen, bool inside, rocq__ahead *ahead) {
+    enum { AT_ONCE = 512 };
+    for (int i = 0; i < ROCQ__AHEAD_PARTS; i++) {
+        while (ahead->bytes[i] > 0 && rocq__team_idle(team, seen, inside)) {
+            for (int j = 0; j < AT_ONCE; j += 64) ROCQ__PREFETCH(ahead->at[i] + j);
+            ahead->at[i] += AT_ONCE;
+            ahead->bytes[i] -= AT_ONCE;
         }
     }
 }
@@ -5088,10 +5144,13 @@ enum { ROCQ__SPINS = 250, ROCQ__SPIN_NS = 50000 };
 // Takes part until all stages are done (inside), or until the team's threads are to end.
 static void rocq__team_work(rocq__team *team, int32_t thread, bool inside) {
     int64_t until = 0;
+    rocq__ahead ahead;
+    memset(&ahead, 0, sizeof ahead);
     for (;;) {
-        const int64_t seen = rocq__team_share_out(team, thread);
+        const int64_t seen = rocq__team_share_out(team, thread, &ahead);
         int32_t spins = 0;
         if (seen < 0 || (inside && !rocq__load32(&team->running))) return;
+        rocq__team_fetch(team, seen, inside, &ahead);
         while (spins < ROCQ__SPINS && rocq__team_idle(team, seen, inside)) {
             rocq__relax();
             spins++;
@@ -5150,7 +5209,7 @@ static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *
 
 // Runs fn over 0 .. n, on all threads if n > grain, until all is done, even after rocq_cancel.
 static void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task fn, void *arg) {
-    rocq__stage stage = {fn, arg, n, grain, 0, NULL};
+    rocq__stage stage = {fn, arg, n, grain, 0, NULL, NULL, NULL};
     rocq__team_run(ctx, NULL, &stage, 1);
 }
 
@@ -5265,6 +5324,8 @@ static rocq__stage *rocq__plan_stage(rocq__plan *plan, rocq__task fn, void *arg,
     stage->grain = grain;
     stage->together = 0;
     stage->begin = NULL;
+    stage->reads = NULL;
+    stage->ahead = NULL;
     return stage;
 }
 
@@ -9495,6 +9556,7 @@ enum {
     ROCQ__MM_L2_AHEAD = 32768, // bytes ahead that a pass prefetches into L2
     ROCQ__MM_STREAM = 16384,   // least bytes of one of the streams in which w is read
     ROCQ__MM_STREAM_AHEAD = 512, // bytes ahead that a pass prefetches in each of them
+    ROCQ__MM_AHEAD = 131072,   // most bytes that a waiting thread prefetches: 1/16 to 1/4 of L2
     ROCQ__MM_PASS_ROWS = 4096, // of a lone column: so many go through the epilogue at once
     ROCQ__MM_FEW = 16       // up to so many columns w is read in order: see rocq__mm_sums
 };
@@ -9690,11 +9752,11 @@ ROCQ__TARGET_AVX2 static void rocq__sum_halves_avx2(int32_t sums[2], const int8_
 static void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
                                  const unsigned char *src) {
     const rocq_format format = mm->x->format;
-    const int64_t k = mm->x->ne[0], per_block = 32 / mm->group;
+    const int64_t k = mm->x->ne[0], per_block = 32 / mm->group, bytes = rocq__bytes(format, 32);
     int8_t *codes = (int8_t *)dst;
     rocq__mm_group *groups = (rocq__mm_group *)(void *)(dst + k);
-    for (int64_t b = 0; b < k / 32; b++, codes += 32, src += rocq__bytes(format, 32)) {
-        float v[32], scale;
+    for (int64_t b = 0; b < k / 32; b++, codes += 32, src += bytes) {
+        float decoded[32], scale;
         bool ready = false;
         if (format == ROCQ_Q8_0) { // copied, unless one is -128: the kernels negate codes of x
             memcpy(codes, src + 2, 32);
@@ -9702,7 +9764,9 @@ static void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
             ready = memchr(codes, 0x80, 32) == NULL;
         }
         if (!ready) {
-            rocq__decode(mm->simd, format, v, src, 32);
+            const float *v = decoded;
+            if (format == ROCQ_F32) v = (const float *)(const void *)src;
+            else rocq__decode(mm->simd, format, decoded, src, 32);
 #if ROCQ__HAS_AVX2
             scale = mm->simd ? rocq__quantize_32_avx2(codes, v) : rocq__quantize_32(codes, v);
 #else
@@ -12376,6 +12440,31 @@ static void rocq__mm_run_all(void *arg, int64_t begin, int64_t end, int32_t thre
     }
 }
 
+// What panels begin .. end of the chain read first, ROCQ__MM_AHEAD bytes at most. Where there is a
+// w2, a thread reads some of its rows and then those of w: half of what is left goes to each.
+static void rocq__mm_reads(const void *arg, int64_t begin, int64_t end, rocq__ahead *to) {
+    const rocq__mm_chain *chain = (const rocq__mm_chain *)arg;
+    int64_t first = 0, left = ROCQ__MM_AHEAD;
+    for (int32_t i = 0, n = 0; i < chain->n_products; i++) {
+        const rocq__mm_product *product = &chain->products[i];
+        const rocq__mm *mms[2] = {&product->other, &product->main};
+        const int64_t items = rocq__mm_items(&product->main);
+        const int64_t from = ROCQ__MAX(begin - first, 0), past = ROCQ__MIN(end - first, items);
+        first += items;
+        for (int j = product->has_other ? 0 : 1; j < 2 && from < past; j++) {
+            const rocq__mm *mm = mms[j];
+            const int64_t matrix = from / mm->n_panels / mm->n_tiles;
+            const int64_t row = from % mm->n_panels * mm->panel_rows;
+            const int64_t rows = ROCQ__MIN((past - from) * mm->panel_rows, mm->w->ne[1] - row);
+            const int64_t bytes = rows * rocq__bytes(mm->w->format, mm->w->stride[1]);
+            if (left <= 0 || n == ROCQ__AHEAD_PARTS) return;
+            to->at[n] = rocq__row(mm->w, row, matrix % mm->w->ne[2], matrix / mm->w->ne[2]);
+            to->bytes[n] = ROCQ__MIN(bytes, j == 0 ? left / 2 : left);
+            left -= to->bytes[n++];
+        }
+    }
+}
+
 static void rocq__plan_map_cpu(rocq__plan *plan, rocq_op op, const void *params);
 
 static void rocq__mm_place(rocq__mm *mm, const rocq__plan *plan) {
@@ -12420,8 +12509,10 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
                                    ROCQ__MIN(product->main.n, (int64_t)ROCQ__MM_TILE_N));
     }
     rocq__plan_stage(plan, rocq__mm_convert_all, chain, n_columns, rocq__plan_grain(plan, 4 * k));
-    rocq__plan_stage(plan, rocq__mm_run_all, chain, n_items, rocq__plan_grain(plan, k * most))
-        ->together = rocq__mm_together(&products[0].main, k * most);
+    rocq__stage *run = rocq__plan_stage(plan, rocq__mm_run_all, chain, n_items,
+                                        rocq__plan_grain(plan, k * most));
+    run->together = rocq__mm_together(&products[0].main, k * most);
+    if (products[0].main.n == 1) run->reads = rocq__mm_reads;
     for (int32_t i = 0; p; p = p->next, i++) {
         if (!products[i].has_cast) continue;
         const rocq_cast_params cast = {p->y, &products[i].main_y};
@@ -12453,12 +12544,6 @@ static inline int64_t rocq__strip(int64_t n, int64_t k) {
     const int64_t most = ROCQ__STRIP;
     return ROCQ__MIN(n - k, most);
 }
-
-#if defined(__GNUC__) || defined(__clang__)
-#define ROCQ__PREFETCH(address) __builtin_prefetch(address, 0, 2)
-#else
-#define ROCQ__PREFETCH(address) ((void)(address))
-#endif
 
 // Elements [first, first + n) of a row as floats: where they stand for F32, else decoded into buf.
 // first is a whole number of blocks.
@@ -18108,7 +18193,9 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel) {
     ROCQ_K_BACKWARD_LDS_KERNELS(ROCQ_X, )
 #undef ROCQ_X
     if (kernel == ROCQ_K_attention_prefill_512 && !gpu->chip.target) return ROCQ_K_ATTEND_WIDE_LDS;
-    if (kernel == ROCQ_K_attention_lds_512 && gpu->chip.lds_tiles) return ROCQ_K_ATTENTION_LDS_BYTES;
+    if (kernel == ROCQ_K_attention_lds_512 && gpu->chip.lds_tiles) {
+        return ROCQ_K_ATTENTION_LDS_BYTES;
+    }
     if (kernel == ROCQ_K_conv_lds_64 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_64_BYTES;
     if (kernel == ROCQ_K_conv_lds_128 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_128_BYTES;
     if (gpu->matvec_lds == 0 || !rocq__is_matvec(kernel)) return 0;
@@ -23754,6 +23841,11 @@ static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
         node->op->plan_cpu(&plan, node->op->id, node->params);
     }
     graph->n_stages = plan.n_stages;
+    const rocq__stage *ahead = NULL;
+    for (int32_t i = plan.n_stages - 1; i >= 0; i--) {
+        plan.stages[i].ahead = ahead;
+        if (plan.stages[i].reads) ahead = &plan.stages[i];
+    }
     return ROCQ_OK;
 }
 

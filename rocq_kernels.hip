@@ -5454,10 +5454,10 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 // is more than 8 above it: up to there P is at most 2^8 and stays within F16's range, and nearly
 // all rescaling of O is saved.
 //
-// A block is 4 waves, or 16 in prefill of D = 512. For D over 128 the head is cut into SLICES of 128
-// elements, and a wave has one slice of Q, of K and of O. So no wave holds more than 128 elements of
-// a column; the waves of a column tile add their partial sums of S in LDS. How the waves divide the
-// rest of the work:
+// A block is 4 waves, or 16 in prefill of D = 512. For D over 128 the head is cut into SLICES of
+// 128 elements, and a wave has one slice of Q, of K and of O. So no wave holds more than 128
+// elements of a column; the waves of a column tile add their partial sums of S in LDS. How the
+// waves divide the rest of the work:
 //   decode   into SETS. A set takes every SETS-th KV tile. Each wave stages its slice of K and V in
 //            LDS of its own, without a barrier. At the end (m, l, O) of the sets are merged in LDS
 //   prefill  into COLUMN_TILES. All waves stage and use one KV tile in LDS
@@ -5478,9 +5478,9 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 //
 // Grid    as at rocq_k_attention_args in rocq.h; 128 threads, or 512
 // LDS     13 to 43 KB, or 60 KB: K [position][BD + 8], V^T [row][TILE + 8], F16. The padding of 8
-//         puts the 16-byte words of consecutive rows into different banks when they are loaded. Row r of a
-//         slice of V^T is element 8 (r % (W / 8)) + r / (W / 8): the lanes of a wave, which store
-//         neighbouring chunks of 8 elements, so store to neighbouring rows and have no bank
+//         puts the 16-byte words of consecutive rows into different banks when they are loaded. Row
+//         r of a slice of V^T is element 8 (r % (W / 8)) + r / (W / 8): the lanes of a wave, which
+//         store neighbouring chunks of 8 elements, so store to neighbouring rows and have no bank
 //         conflicts. The k of V^T and P are in the order of frag_k_row. In decode K and V take
 //         turns in the same place, and Q is in LDS too
 // KV      rows are less than 2^32 bytes apart. F32, F16 and BF16: loads of 16 bytes where rows are

@@ -420,6 +420,42 @@ static void only_streams_are_taken_together(void **state) {
     }
 }
 
+// What a lone column's product reads first: of w2, then of w, from the first row of the share on.
+static void a_share_reads_its_first_rows_first(void **state) {
+    static _Alignas(16) char memory[ROCQ__PLAN_BYTES], scratch[64];
+    const int64_t most = ROCQ__MM_AHEAD;
+    (void)state;
+    for (int i = 0; i < 8; i++) {
+        const bool one = i & 1, two = i & 2, tall = i & 4;
+        const shape s = {.w = ROCQ_Q8_0, .x = ROCQ_F32, .m = tall ? 1040 : 80, .n = one ? 1 : 2,
+                         .k = 256};
+        const int64_t row = 272, begin = 2, end = tall ? 65 : 5;
+        rocq__stage stages[ROCQ__PLAN_STAGES];
+        rocq__plan plan = {contexts[1][1], scratch, ROCQ__WORTH_OP, stages, 0, memory, 0};
+        rocq__ahead ahead = {0};
+        problem a = make(s), b = make(s);
+        set_params(&a);
+        if (two) a.p.w2 = &b.w.t;
+        rocq__plan_matmul_cpu(&plan, ROCQ_OP_MATMUL, &a.p);
+        assert_int_equal(stages[1].reads != NULL, one);
+        if (one) {
+            const int64_t panel = (s.m + stages[1].n - 1) / stages[1].n; // rows of an item
+            const int64_t bytes = (end - begin) * panel * row;
+            const int64_t half = tall ? most / 2 : bytes;
+            const rocq_tensor *first = two ? &b.w.t : &a.w.t;
+            stages[1].reads(stages[1].arg, begin, end, &ahead);
+            assert_true(!tall || bytes > most);
+            assert_ptr_equal(ahead.at[0], rocq__row(first, begin * panel, 0, 0));
+            assert_int_equal(ahead.bytes[0], two ? half : tall ? most : bytes);
+            assert_int_equal(ahead.bytes[1], two ? half : 0);
+            if (two) assert_ptr_equal(ahead.at[1], rocq__row(&a.w.t, begin * panel, 0, 0));
+            assert_int_equal(ahead.bytes[2], 0);
+        }
+        destroy(&a);
+        destroy(&b);
+    }
+}
+
 // Activations as real models have them: a few channels far above the rest, in every token.
 static void outliers(void **state) {
     (void)state;
@@ -989,6 +1025,7 @@ int main(void) {
         ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
         cmocka_unit_test(tiles), cmocka_unit_test(only_streams_are_taken_together),
+        cmocka_unit_test(a_share_reads_its_first_rows_first),
         cmocka_unit_test(outliers),
         cmocka_unit_test(extreme_codes),
         cmocka_unit_test(block_exponents),

@@ -300,10 +300,10 @@ static void stages_follow_each_other(void **state) {
         t.n_threads = counts[c];
         for (int round = 0; round < ROUNDS; round++) {
             const int64_t grain = 1 + round * 7 % 400, together = round * 11 % 1300;
-            rocq__stage stages[] = {{count_0, &t, 1000, grain, together, NULL},
-                                    {count_0, &t, 5, 1, 0, no_items},
-                                    {count_1, &t, 1000, 1000, 0, NULL},
-                                    {count_2, &t, 0, 500, 0, one_more}};
+            rocq__stage stages[] = {{count_0, &t, 1000, grain, together, NULL, NULL, NULL},
+                                    {count_0, &t, 5, 1, 0, no_items, NULL, NULL},
+                                    {count_1, &t, 1000, 1000, 0, NULL, NULL, NULL},
+                                    {count_2, &t, 0, 500, 0, one_more, NULL, NULL}};
             OK(rocq__team_run(ctx, "test", stages, 4));
             if (round % 100 == 99) poll(NULL, 0, 2); // the threads fall asleep
         }
@@ -312,6 +312,84 @@ static void stages_follow_each_other(void **state) {
         assert_int_equal(t.order, 2 * ROUNDS);
         rocq_close(&ctx);
     }
+}
+
+// A thread that waits asks what its own share of a later stage will read, and only while the stages
+// are there: they are freed as soon as a run is over, and then this must not be called.
+typedef struct reading {
+    int64_t n, n_threads;
+    int32_t n_calls, bad; // (atomic)
+    int32_t over;         // (atomic)
+    unsigned char memory[4096];
+} reading;
+static void name_reads(const void *arg, int64_t begin, int64_t end, rocq__ahead *to) {
+    reading *r = (reading *)(uintptr_t)arg;
+    bool own = false;
+    for (int64_t t = 0; t < r->n_threads; t++) {
+        own |= begin == r->n * t / r->n_threads && end == r->n * (t + 1) / r->n_threads;
+    }
+    for (int i = 0; i < ROCQ__AHEAD_PARTS; i++) own &= to->at[i] == NULL && to->bytes[i] == 0;
+    if (!own || rocq__load32(&r->over)) rocq__store32(&r->bad, 1);
+    rocq__fetch_add32(&r->n_calls, 1);
+    to->at[0] = r->memory;
+    to->bytes[0] = 1000; // no multiple of what is prefetched at once
+    to->at[1] = r->memory + 1000;
+    to->bytes[1] = 3096;
+}
+static void take_time(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    (void)arg;
+    for (int64_t i = begin * (1 + thread % 2) * 20; i < end * (1 + thread % 2) * 20; i++) {
+        rocq__relax();
+    }
+}
+static void a_thread_that_waits_looks_ahead(void **state) {
+    (void)state;
+    for (int32_t n_threads = 1; n_threads <= 5; n_threads++) {
+        rocq_ctx *ctx;
+        const rocq_desc desc = with_threads(n_threads);
+        OK(rocq_open(&ctx, &desc));
+        int32_t n_calls = 0;
+        for (int round = 0; round < 200; round++) {
+            const rocq__stage all[] = {{take_time, NULL, 100 + round, 1, 0, NULL, NULL, NULL},
+                                       {take_time, NULL, 1, 1, 0, NULL, NULL, NULL},
+                                       {take_time, NULL, 77, 1, 0, NULL, name_reads, NULL}};
+            rocq__stage *stages = (rocq__stage *)malloc(sizeof all);
+            reading *r = (reading *)calloc(1, sizeof *r);
+            memcpy(stages, all, sizeof all);
+            r->n = 77;
+            r->n_threads = n_threads;
+            stages[2].arg = r;
+            stages[0].ahead = stages[1].ahead = &stages[2];
+            OK(rocq__team_run(ctx, "test", stages, round % 4 ? 3 : 1));
+            rocq__store32(&r->over, 1);
+            assert_int_equal(r->bad, 0);
+            n_calls += r->n_calls;
+            free(stages);
+            free(r);
+        }
+        assert_true(n_threads == 1 ? n_calls == 0 : n_calls > 0);
+        rocq_close(&ctx);
+    }
+}
+
+// In a recorded step each stage knows the next product whose matrix is read.
+static void a_step_links_its_products(void **state) {
+    (void)state;
+    step s;
+    const rocq_desc desc = with_threads(2);
+    step_open(&s, &desc, 1);
+    rocq_graph *graph = step_record(&s);
+    step_digest(&s, graph);
+    const rocq__stage *ahead = NULL;
+    int32_t n = 0;
+    for (int32_t i = graph->n_stages - 1; i >= 0; i--) {
+        const rocq__stage *stage = &graph->stages[i];
+        assert_ptr_equal(stage->ahead, ahead);
+        assert_int_equal(stage->reads != NULL, stage->fn == rocq__mm_run_all);
+        if (stage->reads) ahead = stage, n++;
+    }
+    assert_true(n > 1);
+    step_close(&s);
 }
 
 // A thread without a share of small stages, for as many as their numbers go round in and more,
@@ -554,8 +632,8 @@ static void a_long_stage_is_cancelled_between_chunks(void **state) {
             cancelled_stage c = {NULL, 0, false};
             const rocq_desc desc = with_threads(n_threads);
             OK(rocq_open(&c.ctx, &desc));
-            rocq__stage stages[] = {{cancel_inside, &c, 100000, 1, 0, NULL},
-                                    {run_later, &c, 1, 1, 0, NULL}};
+            rocq__stage stages[] = {{cancel_inside, &c, 100000, 1, 0, NULL, NULL, NULL},
+                                    {run_later, &c, 1, 1, 0, NULL, NULL, NULL}};
             assert_int_equal(rocq__team_run(c.ctx, "test", stages, 2 - last), ROCQ_E_CANCELLED);
             assert_non_null(strstr(rocq_error(c.ctx), "test: rocq_cancel"));
             assert_true(c.n_run > 0 && c.n_run < 50000 && !c.later);
@@ -800,6 +878,8 @@ static void times_of_ops_are_learned(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(stages_follow_each_other),
+        cmocka_unit_test(a_thread_that_waits_looks_ahead),
+        cmocka_unit_test(a_step_links_its_products),
         cmocka_unit_test(a_step_has_the_same_bits_for_any_number_of_threads),
         cmocka_unit_test(a_launch_allocates_only_after_scratch_memory_moved),
         cmocka_unit_test(a_share_is_found_after_any_number_of_stages),
