@@ -3433,7 +3433,13 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
         begin = block < a.block_begin[i] ? begin : a.block_begin[i];
         product = block < a.block_begin[i] ? product : i;
     }
-    if (product != 0) {
+    if constexpr (LOW && !ROW) { // as below, with what matvec_low_begin needs
+        const rocq_k_matvec_product &own = a.product[product];
+        const rocq_k_lora &b = a.lora[product][0], &b2 = a.lora[product][1];
+        p = own.weights;
+        read_together(own.y_format, own.activation, p.w, p.w2, p.n_units, p.row0, p.m, p.format,
+                      a.low.words, b.rank, b.b, b.b_stride, b2.rank, b2.b, b2.b_stride);
+    } else if (product != 0) {
         const rocq_k_matvec_product &own = a.product[product];
         p = own.weights;
         read_together(own.y_format, own.activation, p.w, p.w2, p.n_units, p.row0, p.m, p.format);
