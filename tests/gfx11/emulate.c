@@ -446,14 +446,17 @@ static void attention_backward_tiles(emulated *e, int scale, int format, int d) 
 
 // A token's products by expert, work: weights. Gate and up of 96 rows with hidden values in Q8_0,
 // or down, whose slots are weighted and added.
-static void experts(emulated *e, int scale, int format, int down) {
-    const int64_t k = 1024 * scale, m = down ? 33 : 96, n_experts = 5, slots = 3;
-    const int32_t chosen[3] = {4, 0, 3};
+static void experts_of(emulated *e, int format, bool down, int64_t k, int64_t m, int64_t n_experts,
+                       int64_t slots, int64_t n, const int32_t *chosen) {
     rocq_tensor planar[2];
-    box *w[2], *x = normal(ROCQ_F32, 1, k, down ? slots : 1, 1),
-               *shares = normal(ROCQ_F32, 1, slots, 1, 1);
-    box *y = down ? output(ROCQ_F32, m, 1, 1) : output(ROCQ_Q8_0, m, slots, 1);
-    rocq_experts_params on_cpu = {.y = &y->t, .x = &x->t, .ids = &indices(chosen, slots)->t};
+    box *w[2], *x = normal(ROCQ_F32, 1, k, down ? slots : 1, n),
+               *shares = normal(ROCQ_F32, 1, slots, n, 1);
+    box *y = down ? output(ROCQ_F32, m, n, 1) : output(ROCQ_Q8_0, m, slots, n);
+    rocq_tensor *ids = &indices(chosen, slots * n)->t;
+    ids->ne[0] = slots;
+    ids->ne[1] = n;
+    ids->stride[1] = slots;
+    rocq_experts_params on_cpu = {.y = &y->t, .x = &x->t, .ids = ids};
     for (int i = 0; i < 2; i++) {
         w[i] = keep(box_make(BOX_PLAIN, (rocq_format)format, k, m, n_experts, 1));
         random_weights(w[i]);
@@ -472,10 +475,30 @@ static void experts(emulated *e, int scale, int format, int down) {
     if (!down) on_gpu.w2 = &planar[1];
     compare(e, ROCQ_OP_EXPERTS, &on_cpu, &on_gpu, &y, 1, NULL);
     for (int i = 0; i < 2; i++) succeeds(gpu, rocq_buffer_free(gpu, &planar[i].buffer));
+    e->bound = 1e-3;
+}
+static void experts(emulated *e, int scale, int format, int down) {
+    const int64_t k = 1024 * scale, m = down ? 33 : 96;
+    const int32_t chosen[3] = {4, 0, 3};
+    experts_of(e, format, down, k, m, 5, 3, 1, chosen);
     snprintf(e->shape, sizeof e->shape, "%s, M %d, K %d, 3 of 5", down ? "down" : "gate and up",
              (int)m, (int)k);
-    e->bound = 1e-3;
-    e->work = (double)((down ? 1 : 2) * slots * m * k);
+    e->work = (double)((down ? 1 : 2) * 3 * m * k);
+}
+// A prompt of 64 tokens, two of four experts each, 32 tokens an expert. Work: products of 16x16x16,
+// or of what sorts the pairs of a token and an expert, and what adds a token's two results, pairs
+// and elements.
+static void experts_prompt(emulated *e, int scale, int format, int what) {
+    const int64_t k = 256 * scale, m = 128;
+    const bool down = what != 0;
+    int32_t chosen[128];
+    for (int i = 0; i < 128; i++) chosen[i] = (i / 2 + i % 2 * (1 + i / 8 % 3)) % 4;
+    experts_of(e, format, down, k, m, 4, 2, 64, chosen);
+    snprintf(e->shape, sizeof e->shape, "%s, M %d, K %d, 64 tokens, 2 of 4",
+             down ? "down" : "gate and up", (int)m, (int)k);
+    e->work = what == 2   ? 128.0
+              : what == 3 ? 64.0 * (double)m
+                          : (down ? 1 : 2) * 128.0 * (double)(m * k) / 4096;
 }
 
 // Work, from here on: elements.
@@ -825,6 +848,10 @@ static const struct {
     {"experts_int8_q6_K", "weight", experts, ROCQ_Q6_K, 1, 2},
     {"experts_int8_mxfp4", "weight", experts, ROCQ_MXFP4, 0, 2},
     {"experts_int8_mxfp4", "weight", experts, ROCQ_MXFP4, 1, 2},
+    {"matmul_experts_q4_K_32", "16x16x16", experts_prompt, ROCQ_Q4_K, 0, 2},
+    {"matmul_experts_q6_K_32", "16x16x16", experts_prompt, ROCQ_Q6_K, 1, 2},
+    {"experts_sort", "element", experts_prompt, ROCQ_Q4_K, 2, 1},
+    {"experts_merge", "element", experts_prompt, ROCQ_Q4_K, 3, 1},
     {"route", "element", route, 0, 0, 1},
     {"router", "weight", router, 0, 0, 2},
     {"shortconv", "element", shortconv, 0, 0, 1},
