@@ -7196,14 +7196,14 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
     attend_state<S> state;
     attend_clear<S>(state);
     frag p[S::S_FRAGS];
-    bool lives = false; // whether the wave's columns see any of the tile at first
+    bool lives = false; // whether the wave's columns see any position of the tile at `first`
     if (run.begin < run.end) {
         if (kv.paged) attend_look_up<S>(row, a, t.seq, run.begin, run.end);
         fetch(run.begin);
     }
     int first = run.begin < run.end ? run.begin - S::TILE : run.end;
     for (; first < run.end; first += S::TILE) {
-        uint64_t seen = at.seen; // of the tile behind the one at first
+        uint64_t seen = at.seen; // of the tile at first + TILE, whose scores are computed now
         if (has_k || first >= run.begin) {
             if (has_k) attend_stage<S, false>(k_tile, raw, kv.k, at, thread);
             else attend_stage<S, true>(v_tile, raw, kv.v, at, thread);
@@ -7337,7 +7337,8 @@ template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
 #pragma unroll
             for (int v = 0; v < 8; v++) {
                 float &x = s[0][i].v[v];
-                x = exp2_fast(fmaf(x, factor, -m[frag_row_slot(v)]));
+                const float base = m[frag_row_slot(v)];
+                x = exp2_fast(fmaf(x, factor, base == -INFINITY ? 0.0f : -base));
                 l[frag_row_slot(v)] += x;
             }
             frag_put_halves(s[0][i], [&](int row, int col) {

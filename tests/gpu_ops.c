@@ -566,6 +566,7 @@ typedef struct attend {
     bool step; // of the kind that attention_step does
     int32_t window, page_size;
     int64_t shorter; // with kv_len: of every second sequence, if not 0
+    int64_t infinite; // the scores of so many first positions are -infinity, by what K holds
     float softcap;
     box_layout layout;
 } attend;
@@ -583,6 +584,14 @@ static void check_attention(const attend *s) {
     if (s->hadamard) {
         box_hadamard(&k);
         box_hadamard(&v);
+    }
+    if (s->infinite > 0) {
+        for (int64_t i = 0; i < q.count; i += s->d) q.value[i] = 1;
+        for (int64_t i = 0; i < k.count / s->d; i++) {
+            if (i / s->n_kv_heads % n_rows < s->infinite) k.value[i * s->d] = -INFINITY;
+        }
+        box_write(&q);
+        box_write(&k);
     }
     box mask = box_random(BOX_PLAIN, ROCQ_F16, 1, n_kv, s->n_q, s->mask_heads ? s->n_heads : 1, 1);
     box sinks = box_random(BOX_PLAIN, ROCQ_F32, 2, s->n_heads, 1, 1, 1);
@@ -728,8 +737,8 @@ static void test_attention_wide(void **state) {
 }
 
 // The kernel attention_lds_512: whole and ragged tiles of queries and positions, one tile and
-// several, heads, sequences, sinks, outputs in all formats and in the place of Q; and what it must
-// leave to other kernels.
+// several, heads, sequences, sinks, outputs in all formats and in the place of Q, a first tile
+// whose scores are all -infinity; and what it must leave to other kernels.
 static void test_attention_lds(void **state) {
     (void)state;
     const uint64_t saved = random_state;
@@ -759,7 +768,11 @@ static void test_attention_lds(void **state) {
                           .mask = other == 6, .kv_len = other == 7};
         check_attention(&s);
     }
-    assert_int_equal(gpu->gpu->launches[ROCQ_K_attention_lds_512], before + TAKEN);
+    const attend infinite = {.d = 512, .n_heads = 1, .n_kv_heads = 1, .n_q = 65, .n_kv = 130,
+                             .n_seqs = 1, .q = ROCQ_F16, .k = ROCQ_F16, .v = ROCQ_F16,
+                             .infinite = 64};
+    check_attention(&infinite);
+    assert_int_equal(gpu->gpu->launches[ROCQ_K_attention_lds_512], before + TAKEN + 1);
     gpu->gpu->chip.lds_tiles = lds_tiles;
     gpu->gpu->chip.n_units = n_units;
     random_state = saved;
