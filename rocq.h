@@ -18743,6 +18743,7 @@ static rocq_result rocq__upload_bytes(rocq_ctx *ctx, uint64_t address, const voi
     bytes.buffer = rocq_buffer_from_device(address, size);
     return rocq__upload_memory(ctx, &bytes, src, size);
 }
+
 // Makes the ring of a load. Its copies have a stream of their own, so that the context's stream
 // repacks meanwhile, unless the runtime's streams cannot wait for each other.
 static rocq_result rocq__load_ring(rocq__loading *load, const rocq__entry *entries,

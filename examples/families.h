@@ -89,7 +89,7 @@ static const struct llama__family {
     bool windows;           // attention.sliding_window counts;
     int32_t window, period; // its default, and that of which layers: see llama__read_windows
     float local_base;       // default rope base of layers with a window, which nothing stretches;
-                            // 0: they are like the others, but where the file says otherwise
+                            // 0: that of the others. A file's rope.freq_base_swa comes first
     int32_t no_rope;        // each so many-th layer turns nothing; 0 = none
     bool caps;              // logits, in attention and of tokens, can be capped;
     float attention_cap, final_cap; // defaults; attention_cap 0: those in attention never are

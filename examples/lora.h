@@ -22,14 +22,15 @@ typedef struct lora_pair { // what a file has for one weight
     float scale;       // alpha / rank, or 1
 } lora_pair;
 
-// On failure error, of 512 bytes, gets one line that says why.
-// A message stays one line, whatever names and texts of a file are in it.
+// Replaces control characters, which may come from names and texts of a file, so that a message
+// stays one line.
 static void lora_one_line(char *error) {
     for (; *error; error++) {
         if ((unsigned char)*error < ' ') *error = '?';
     }
 }
 
+// Writes to error, of 512 bytes, one line that says why.
 static rocq_result lora_fail(char *error, rocq_result result, const char *format, ...) {
     va_list args;
     va_start(args, format);
