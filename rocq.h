@@ -20152,14 +20152,17 @@ static bool rocq__attention_aligned(const rocq_tensor *t) {
 }
 
 // Whether the kernel attention_lds_512 takes this attention: a head of 512 for each KV head, all of
-// whose queries see all positions, in plain F16, on a chip that has such kernels; and queries for a
-// quarter of its units, which is where attention_decode has a block for each.
+// whose queries see all positions, in plain F16, on a chip that has such kernels. As in the rule
+// for prefill, over half of a tile's queries must exist. There must be tiles for a quarter of the
+// chip's units: from there on attention_decode, whose tiles are a quarter as large, has one for
+// every unit.
 static bool rocq__attention_lds(const rocq__chip *chip, const rocq_attention_params *p) {
     const rocq_tensor *const all[3] = {p->q, p->k, p->v};
     const int64_t tile = ROCQ_K_PREFILL_COLUMNS(512), n_tiles = (p->q->ne[2] + tile - 1) / tile;
     if (!chip->lds_tiles || p->q->ne[0] != 512 || p->q->ne[1] != p->k->ne[1] || p->mask ||
         p->kv_len || p->page_table || p->causal || p->window > 0 || p->softcap > 0.0f ||
-        p->scale < 0.0f || 4 * n_tiles * p->q->ne[1] * p->q->ne[3] < chip->n_units) {
+        p->scale < 0.0f || p->q->ne[2] <= tile / 2 ||
+        4 * n_tiles * p->q->ne[1] * p->q->ne[3] < chip->n_units) {
         return false;
     }
     for (int i = 0; i < 3; i++) {

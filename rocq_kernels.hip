@@ -3355,9 +3355,11 @@ DEV bool matvec_low_tail(const rocq_k_matvec_args &a0, int product, int row, mat
     return true;
 }
 
-// What a block with LOW loads when it begins, so that the trips to memory are over when its sums
-// are there: the word of the turn, and a word of each of its rows of B, for the caches. In blocks
-// of product 0 all waves need the turn, in the others wave 0 does what there is to do.
+// What a block with LOW loads when it begins, so that these trips to memory are over when its sums
+// are there: the word of the turn, and a word of each of its rows of B, so that the rows are in the
+// caches when wave 0 reads them. In blocks of product 0 all waves need the turn, in the others wave
+// 0 alone adds B t. On NVIDIA ptxas drops the loads of B, whose results nobody uses; a prefetch
+// instruction in their place gained nothing there (H100).
 struct matvec_low_early {
     uint32_t turn, touched[2];
 };
@@ -3381,7 +3383,7 @@ DEV void matvec_low_touched(matvec_low_early &e) { // they need no registers beh
 
 // Makes the x of the kernels matvec_row_*. Block 0 also stores it if a.row.y is set. That pointer
 // is read only when the loads have been issued: they would wait for it otherwise. For the same
-// reason what the block loads ahead for its end comes behind them.
+// reason matvec_low_begin, whose loads are needed last, comes behind them.
 template <int F, int QUADS, bool LOW>
 DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int product,
                     int first_row, int row, int wave, int k_wave, bool block_0, u32x4 *lds,
@@ -3433,7 +3435,7 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
         begin = block < a.block_begin[i] ? begin : a.block_begin[i];
         product = block < a.block_begin[i] ? product : i;
     }
-    if constexpr (LOW && !ROW) { // as below, with what matvec_low_begin needs
+    if constexpr (LOW && !ROW) { // as below; and what matvec_low_begin reads, in the same wait
         const rocq_k_matvec_product &own = a.product[product];
         const rocq_k_lora &b = a.lora[product][0], &b2 = a.lora[product][1];
         p = own.weights;
@@ -5613,31 +5615,20 @@ struct attend_decode_shape
 };
 
 // LDS of prefill: one KV tile for all waves, K and then V; then the slices' shares of S. Q is
-// staged in the place of K before the loop, and goes on to registers.
-template <int D>
-struct attend_prefill_shape
-    : attend_shape<D, 4, (D <= 128 ? 4 : 2), D, (D <= 64 ? 64 : D <= 128 ? 32 : 16), 128> {
-    typedef attend_shape<D, 4, (D <= 128 ? 4 : 2), D, (D <= 64 ? 64 : D <= 128 ? 32 : 16), 128>
-        shape;
+// staged in the place of K before the loop, and goes on to registers. With D = 512, 16 waves are
+// four column tiles of four slices; half of the threads stage K, the others V, and Q, which would
+// not fit at once, is staged a column tile at a time.
+template <int D> struct attend_prefill_shape
+    : attend_shape<D, (D == 512 ? 16 : 4), (D == 256 ? 2 : 4), D,
+                   (D <= 64 ? 64 : D <= 128 ? 32 : 16), (D == 512 ? 256 : 128)> {
+    typedef attend_shape<D, (D == 512 ? 16 : 4), (D == 256 ? 2 : 4), D,
+                         (D <= 64 ? 64 : D <= 128 ? 32 : 16), (D == 512 ? 256 : 128)> shape;
     enum {
-        Q_COLUMNS = shape::COLUMNS,
+        Q_COLUMNS = D == 512 ? (int)ATTEND_COLUMNS : (int)shape::COLUMNS,
         V_AT = shape::K_BYTES,
         SUMS_AT = V_AT + shape::V_BYTES,
         SUM_STRIDE = shape::S_FRAGS * 256, // floats from one wave to the next
         LOOP_BYTES = SUMS_AT + (shape::SLICES > 1 ? shape::WAVES * SUM_STRIDE * 4 : 0)
-    };
-};
-
-// The same for D = 512, where 16 waves are four column tiles of four slices. Half of the threads
-// stage K, the others V. Q is staged a column tile at a time.
-template <>
-struct attend_prefill_shape<512> : attend_shape<512, 16, 4, 512, 16, 256> {
-    enum {
-        Q_COLUMNS = ATTEND_COLUMNS,
-        V_AT = K_BYTES,
-        SUMS_AT = V_AT + V_BYTES,
-        SUM_STRIDE = S_FRAGS * 256,
-        LOOP_BYTES = SUMS_AT + WAVES * SUM_STRIDE * 4
     };
 };
 
@@ -7207,7 +7198,6 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
         if (has_k || first >= run.begin) {
             if (has_k) attend_stage<S, false>(k_tile, raw, kv.k, at, thread);
             else attend_stage<S, true>(v_tile, raw, kv.v, at, thread);
-            at.rows = tables + ((at.rows - tables) ^ S::TILE);
             fetch(at.first + S::TILE);
             if (!has_k) seen = at.seen;
         }

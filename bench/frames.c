@@ -205,11 +205,11 @@ static void together(bench *b, renderer *r, model *k, const char *what, double s
 }
 
 static void measure(bench *b, const char *model_name, const char *path, double seconds) {
-    static const struct { const char *name; rocq_sharing sharing; } presets[] = {
-        {"balanced", ROCQ_SHARING_BALANCED},
-        {"graphics_first", ROCQ_SHARING_GRAPHICS_FIRST},
-        {"compute_first", ROCQ_SHARING_COMPUTE_FIRST},
-        {"sliced", ROCQ_SHARING_GRAPHICS_FIRST}};
+    static const struct { const char *name; rocq_sharing sharing; bool sliced; } presets[] = {
+        {"balanced", ROCQ_SHARING_BALANCED, false},
+        {"graphics_first", ROCQ_SHARING_GRAPHICS_FIRST, false},
+        {"compute_first", ROCQ_SHARING_COMPUTE_FIRST, false},
+        {"sliced", ROCQ_SHARING_GRAPHICS_FIRST, true}};
     static renderer r;
     static model k;
     int32_t expected[CHECKED];
@@ -217,13 +217,13 @@ static void measure(bench *b, const char *model_name, const char *path, double s
     char name[128], own[160];
     alone(b, &r, seconds);
     snprintf(own, sizeof own, "frames/%s/alone/tokens_per_s", model_name);
-    for (int preset = 0; preset < 4; preset++) {
+    for (int preset = 0; preset < (int)(sizeof presets / sizeof *presets); preset++) {
         bool ok = false;
         snprintf(name, sizeof name, "frames/%s/%s/", model_name, presets[preset].name);
         const bool wanted = bench_wants(b, name), without = preset == 0 && bench_wants(b, own);
         name[strlen(name) - 1] = '\0';
         if (!wanted && !without) continue;
-        if (!model_open(b, &k, path, presets[preset].sharing, preset == 3)) {
+        if (!model_open(b, &k, path, presets[preset].sharing, presets[preset].sliced)) {
             bench_fail(b, name, k.m.error[0] ? k.m.error : "the context could not be opened");
         } else { // alone first: balanced has no limits but that of a launch
             const double tokens = decode(&k, without ? seconds : 0, expected, known, &ok);

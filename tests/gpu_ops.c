@@ -750,14 +750,15 @@ static void test_attention_lds(void **state) {
     if (!lds_tiles && !strstr(info.device, "simt")) skip();
     gpu->gpu->chip.lds_tiles = true;
     gpu->gpu->chip.n_units = 1;
-    enum { TAKEN = 14, LEFT = 8 };
+    enum { TAKEN = 14, LEFT = 9 };
     for (int i = 0; i < TAKEN + LEFT; i++) {
-        static const int64_t queries[] = {1, 64, 65, 130, 63};
+        static const int64_t queries[] = {33, 64, 65, 130, 63};
         static const int64_t lengths[] = {64, 1, 63, 65, 200, 128};
         const int other = i - TAKEN;
         const int64_t heads = 1 + i % 3 / 2;
         const attend s = {.d = other == 0 ? 504 : 512, .n_heads = other == 1 ? 2 * heads : heads,
-                          .n_kv_heads = heads, .n_q = queries[i % 5], .n_kv = lengths[i % 6],
+                          .n_kv_heads = heads, .n_q = other == 8 ? 32 : queries[i % 5],
+                          .n_kv = lengths[i % 6],
                           .n_seqs = 1 + i % 2, .q = other == 2 ? ROCQ_F32 : ROCQ_F16,
                           .k = other == 3 ? ROCQ_Q8_0 : ROCQ_F16,
                           .v = other == 4 ? ROCQ_BF16 : ROCQ_F16,
