@@ -2,8 +2,9 @@
 // of keys and values, and ggml's flash attention beside.
 //
 // Names: attention/KV/dD/hHEADSxKV_HEADS/qN/kvN; queries see what stands before them, but in "full"
-// all. Keys and values take turns from as many copies as no cache holds; on a GPU all copies are
-// one recorded graph, as the layers of a model are.
+// all. Queries are in F32; those of heads of 512, which a picture's decoder has, in F16. Keys and
+// values take turns from as many copies as no cache holds; on a GPU all copies are one recorded
+// graph, as the layers of a model are.
 
 #include "bench.h"
 #include "ggml.h"
@@ -134,14 +135,21 @@ static rocq_result make(heads *h) {
         rocq_arena_init(&arena, pass == 1 ? &h->memory : NULL);
         for (int64_t i = 0; i < 2 * h->n_copies && result == ROCQ_OK; i++)
             result = rocq_arena_tensor(&arena, &h->ks[i], s->format, 3, kv_ne);
-        if (result == ROCQ_OK) result = rocq_arena_tensor(&arena, &h->dq, ROCQ_F32, 3, q_ne);
+        const rocq_format q = s->d == 512 ? ROCQ_F16 : ROCQ_F32;
+        if (result == ROCQ_OK) result = rocq_arena_tensor(&arena, &h->dq, q, 3, q_ne);
         if (result == ROCQ_OK) result = rocq_arena_tensor(&arena, &h->dout, ROCQ_F32, 3, q_ne);
     }
     for (int64_t i = 0; i < 2 * h->n_copies && result == ROCQ_OK; i++) {
         result = rocq_upload(ctx, &h->ks[i], i < h->n_copies ? h->k : h->v, h->kv_bytes);
         if (result == ROCQ_OK) result = rocq_tensor_permute(&h->ks[i], &h->ks[i], by_position);
     }
-    if (result == ROCQ_OK) result = rocq_upload(ctx, &h->dq, h->q, rocq_tensor_size(&h->dq));
+    const rocq_tensor *dq = &h->dq;
+    const int64_t q_bytes = rocq_tensor_size(dq), q_rows = s->heads * s->n_q;
+    char *q = (char *)bench_alloc(q_bytes); // h->q with the rounding of dq, for the comparison too
+    if (result == ROCQ_OK) result = rocq_quantize(dq->format, q, h->q, q_rows, s->d, NULL);
+    if (result == ROCQ_OK) result = rocq_dequantize(dq->format, h->q, q, q_rows * s->d);
+    if (result == ROCQ_OK) result = rocq_upload(ctx, dq, q, q_bytes);
+    free(q);
     if (result != ROCQ_OK || !h->b->gpu) return result;
     result = rocq_graph_begin(ctx);
     for (int64_t i = 0; i < h->n_copies && result == ROCQ_OK; i++) result = one(h, i);
@@ -232,6 +240,7 @@ int main(int argc, char **argv) {
         for (int f = 0; f < 5; f++) measure(&b, (shape){formats[f], 64, 4, 2, 1, 70, true});
         measure(&b, (shape){ROCQ_F16, 64, 2, 1, 40, 40, true});
         measure(&b, (shape){ROCQ_F32, 64, 1, 1, 32, 32, false});
+        measure(&b, (shape){ROCQ_F16, 512, 1, 1, 70, 70, false});
     } else {
         for (int64_t n = 512; n <= 32768; n *= 4) // decode
             measure(&b, (shape){ROCQ_F16, 128, 32, 8, 1, n, true});
@@ -243,6 +252,8 @@ int main(int argc, char **argv) {
         measure(&b, (shape){ROCQ_Q8_0, 128, 32, 8, 512, 512, true});
         measure(&b, (shape){ROCQ_F16, 64, 32, 4, 512, 512, true});
         measure(&b, (shape){ROCQ_F16, 256, 8, 4, 512, 512, true});
+        for (int64_t n = 4096; b.gpu && n <= 16384; n *= 4) // pictures of 512 and 1024 pixels
+            measure(&b, (shape){ROCQ_F16, 512, 1, 1, n, n, false});
         // ROCmForge's: one head as wide as the sequence is long
         for (int64_t n = 64; n <= 512; n *= 2) measure(&b, (shape){ROCQ_F32, n, 1, 1, n, n, false});
     }
