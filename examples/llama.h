@@ -51,6 +51,9 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
                            // A GPU's prompts take scratch memory for what a layer lacks. Logits
                            // have the same bits
     rocq_precision precision; // of all products; default AUTO, which differs between CPU and GPU
+    int32_t interleave;    // CPU with AVX-512: 1 copies the matrices out of the file, interleaved
+                           // (ROCQ_LAYOUT_INTERLEAVED), -1 leaves them in it; default: 1 for
+                           // weights of up to 256 MiB, which multiply faster so and are copied soon
     // Called while weights are loaded ("loading") and while a prompt is read ("reading"), with how
     // much is done; false = stop, which makes the call fail with ROCQ_E_STATE. NULL = no call.
     bool (*progress)(const char *what, int64_t done, int64_t total, void *user);
@@ -534,6 +537,8 @@ static void llama__set_factors(llama_model *m) {
 
 #include "experts.h"
 
+enum { LLAMA__SOON_COPIED = 256 << 20 }; // bytes of weights that are interleaved by default
+
 typedef struct llama__load {
     llama_model *m;
     int64_t before; // bytes of the part that has been loaded
@@ -552,7 +557,9 @@ static rocq_result llama__load_listed(llama_model *m, const rocq_gguf *file,
     const int32_t n = llama__experts_last(m, file, list), n_experts = m->n_weights - n;
     llama__load load = {m, 0};
     rocq_gguf_load_desc desc = {
-        .names = list->names, .n_names = n, .progress = llama__loading, .user = &load};
+        .names = list->names, .n_names = n, .progress = llama__loading, .user = &load,
+        .interleave = m->options.interleave > 0 ||
+                      (m->options.interleave == 0 && m->weight_bytes <= LLAMA__SOON_COPIED)};
     rocq_result result = rocq_gguf_load(m->ctx, file, &desc, list->tensors, &m->weights);
     if (result == ROCQ_OK && n_experts > 0) {
         load.before = m->weight_bytes - m->expert_bytes;

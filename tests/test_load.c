@@ -239,6 +239,22 @@ static void check_tensor(rocq_ctx *ctx, const model *m, int32_t i, const rocq_te
     assert_int_equal(t->ne[0], m->tensors[i].ne[0]);
     assert_int_equal(t->ne[1], m->tensors[i].ne[1]);
     assert_int_equal(rocq_tensor_size(t), m->tensors[i].size);
+    if (t->layout == ROCQ_LAYOUT_INTERLEAVED) { // what is `at` bytes into a block of 16 rows
+        const int64_t bytes = rocq_get_format_info(t->format)->block_bytes;
+        const int64_t row = m->tensors[i].size / t->ne[1], d = bytes % 4 ? t->format == ROCQ_Q6_K
+                                                                               ? bytes - 2 : 0 : -1;
+        const unsigned char *got = (const unsigned char *)rocq_tensor_data(t);
+        for (int64_t k = 0; k < m->tensors[i].size; k++) {
+            const int64_t r = k / row, at = k % row % bytes;
+            const int64_t first = d == 0 && at >= 2 ? (at - 2) / 4 * 4 + 2 : at / 4 * 4;
+            const int64_t piece = d >= 0 && (at == d || at == d + 1) ? 2 : 4;
+            const int64_t begin = piece == 2 ? d : first;
+            const int64_t place = r / 16 * 16 * row + k % row / bytes * bytes * 16 + 16 * begin +
+                                  r % 16 * piece + (at - begin);
+            assert_int_equal(got[place], m->tensors[i].bytes[k]);
+        }
+        return;
+    }
     if (t->layout == ROCQ_LAYOUT_GGUF) {
         unsigned char *got = (unsigned char *)malloc((size_t)m->tensors[i].size);
         assert_ok(rocq_download(ctx, got, t, m->tensors[i].size));
@@ -366,6 +382,64 @@ static void every_source_loads_the_same(void **state) {
                 rocq_close(&ctx);
             }
         }
+    }
+    model_free(&m);
+}
+
+// Matrices that can be interleaved are, from every source and in pieces of any size, where the CPU
+// multiplies them faster so; all others stay views where they were.
+static void matrices_are_interleaved(void **state) {
+    static model m;
+    static rocq_tensor tensors[MAX_TENSORS];
+    static const int64_t pieces[] = {512, 5000, 1 << 20};
+    (void)state;
+    memset(&m, 0, sizeof m);
+    model_add(&m, ROCQ_Q4_0, 544, 48);
+    model_add(&m, ROCQ_Q4_K, 256, 40); // 40 rows are no multiple of 16
+    model_add(&m, ROCQ_Q8_0, 32, 16);
+    model_add(&m, ROCQ_F32, 7, 16);
+    model_add(&m, ROCQ_Q6_K, 768, 80);
+    model_add(&m, ROCQ_Q5_0, 64, 32);
+    model_add(&m, ROCQ_Q5_K, 256, 32);
+    model_add(&m, ROCQ_Q4_K, 512, 2064);
+    model_add(&m, ROCQ_Q8_0, 32, 1); // a vector
+    model_finish(&m, 32);
+    for (int i = 0; i < 2 * N_SOURCES * 3; i++) {
+        const source from = (source)(i / 2 % N_SOURCES);
+        rocq_ctx *ctx = open_ctx(ROCQ_BACKEND_CPU, 1 + i % 2 * 2, 0);
+        rocq_gguf *file = open_model(ctx, &m, from);
+        rocq_buffer buffer;
+        const rocq_gguf_load_desc desc = {.interleave = true,
+                                          .piece_bytes = pieces[i / 2 / N_SOURCES]};
+        const bool wide = rocq__cpu_has(ROCQ_CPU_AVX512);
+        assert_ok(load(ctx, file, &desc, NULL, tensors, m.n, &buffer));
+        for (int32_t k = 0; k < m.n; k++) {
+            const bool can = wide && rocq__interleaves(m.tensors[k].format) && k != 1 && k != 8;
+            assert_int_equal(tensors[k].layout,
+                             can ? ROCQ_LAYOUT_INTERLEAVED : ROCQ_LAYOUT_GGUF);
+            assert_int_equal(tensors[k].buffer.host == buffer.host,
+                             can || from == NOT_MAPPED || from == CALLBACK);
+            check_tensor(ctx, &m, k, &tensors[k]);
+        }
+        assert_ok(rocq_buffer_free(ctx, &buffer));
+        // nothing is left after a read that fails, and without memory
+        if (from == CALLBACK) {
+            m.n_reads = 0;
+            m.fail_read = 3;
+            assert_result(load(ctx, file, &desc, NULL, tensors, m.n, &buffer), ROCQ_E_IO);
+            m.fail_read = -1;
+        }
+        for (int64_t at = host.n; at < host.n + 4; at++) {
+            host.fail_at = at;
+            const rocq_result result = load(ctx, file, &desc, NULL, tensors, m.n, &buffer);
+            assert_true(result == ROCQ_OK || result == ROCQ_E_MEMORY);
+            host.fail_at = -1;
+            if (result != ROCQ_OK) continue;
+            assert_ok(rocq_buffer_free(ctx, &buffer));
+            break;
+        }
+        rocq_gguf_close(&file);
+        rocq_close(&ctx);
     }
     model_free(&m);
 }
@@ -827,6 +901,7 @@ int main(void) {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, begin, nothing_is_left)
     const struct CMUnitTest tests[] = {
         TEST(every_source_loads_the_same),
+        TEST(matrices_are_interleaved),
         TEST(unaligned_spans_are_copied_where_they_must),
         TEST(pieces_of_any_size_do),
         TEST(small_tensors_share_a_piece),

@@ -397,6 +397,162 @@ static void tiles(void **state) {
     }
 }
 
+// -- rows that lie interleaved --
+
+static const rocq_format interleaved_formats[] = {ROCQ_Q4_0, ROCQ_Q8_0, ROCQ_Q4_K, ROCQ_Q5_K,
+                                                  ROCQ_Q6_K};
+enum { N_INTERLEAVED = sizeof interleaved_formats / sizeof interleaved_formats[0] };
+
+// A copy of a box without gaps; the caller frees the memory.
+static rocq_tensor interleaved(const box *b) {
+    const int64_t size = rocq_tensor_size(&b->t);
+    rocq_tensor t;
+    void *memory = malloc((size_t)size);
+    assert_non_null(memory);
+    memset(memory, 0xff, (size_t)size);
+    assert_int_equal(rocq_tensor_from_host(&t, memory, b->t.format, b->t.n_dims, b->t.ne), ROCQ_OK);
+    t.layout = ROCQ_LAYOUT_INTERLEAVED;
+    assert_int_equal(rocq_upload(contexts[1][1], &t, rocq_tensor_data(&b->t), size), ROCQ_OK);
+    return t;
+}
+
+// In every tier the bits of the file's layout.
+static void solve_interleaved(problem *a) {
+    box *y = &a->y;
+    rocq_tensor w = interleaved(&a->w);
+    unsigned char *before = (unsigned char *)malloc((size_t)y->size);
+    assert_non_null(before);
+    solve(a);
+    for (int tier = ROCQ_CPU_PLAIN; tier <= ROCQ_CPU_AVX512; tier++) {
+        use_tier((rocq_cpu_tier)tier);
+        for (int i = 0; i < 2; i++) {
+            a->p.w = i ? &w : &a->w.t;
+            reset_y(a);
+            run(tier > ROCQ_CPU_PLAIN, ROCQ_OP_MATMUL, &a->p, &y, 1);
+            box_check_outside(y);
+            if (i == 0) memcpy(before, y->memory, (size_t)y->size);
+        }
+        if (!same_bytes(before, y->memory, y->size)) {
+            fail_msg("%s, m %d n %d k %d, precision %d, %s: interleaved rows give other bits",
+                     name_of(a->s.w), (int)a->s.m, (int)a->s.n, (int)a->s.k, (int)a->s.precision,
+                     rocq__cpu_tier_name((rocq_cpu_tier)tier));
+        }
+    }
+    free(before);
+    free(rocq_tensor_data(&w));
+}
+
+static void interleaved_rows(void **state) {
+    static const int64_t m[] = {16, 48, 80, 272}, n[] = {1, 2, 9, 33, 130};
+    (void)state;
+    for (int f = 0; f < N_INTERLEAVED; f++) {
+        for (int i = 0; i < 20; i++) {
+            shape s = {.w = interleaved_formats[f], .x = i % 3 == 1 ? ROCQ_F16 : ROCQ_F32,
+                       .m = m[i % 4], .n = n[i / 4], .k = 256 * (1 + i % 3),
+                       .precision = i % 7 == 3   ? ROCQ_PRECISION_F32
+                                    : i % 7 == 5 ? ROCQ_PRECISION_F16 : ROCQ_PRECISION_AUTO};
+            if (f < 2 && i % 5 == 2) s.k += 96;
+            if (i % 4 == 2) s.rank = 8, s.lora = ROCQ_F16;
+            if (i % 6 == 1) s.has_bias = s.has_gate = true, s.gate = ROCQ_F32;
+            problem a = make(s);
+            solve_interleaved(&a);
+            destroy(&a);
+        }
+        // in streams, and several matrices
+        const shape streams = {.w = interleaved_formats[f], .x = ROCQ_F32, .m = 1136, .n = 1,
+                               .k = 256};
+        const shape batch = {.w = interleaved_formats[f], .x = ROCQ_F32, .m = 32, .n = 3, .k = 256,
+                             .w_batch = {3, 2}, .x_batch = {6, 2}};
+        problem a = make(streams), b = make(batch);
+        solve_interleaved(&a);
+        solve_interleaved(&b);
+        destroy(&a);
+        destroy(&b);
+    }
+}
+
+// gather and the gradient of a product's input read such a matrix, too; they decode its rows.
+static void interleaved_rows_are_decoded(void **state) {
+    enum { K = 512, M = 48, N = 5 };
+    (void)state;
+    for (int f = 0; f < N_INTERLEAVED; f++) {
+        box w = box_random(BOX_PLAIN, interleaved_formats[f], 1.0f, K, M, 1, 1);
+        rocq_tensor table = interleaved(&w);
+        int32_t rows[N] = {47, 0, 16, 31, 15};
+        const int64_t n[1] = {N}, dy_ne[2] = {M, N};
+        float dy_values[M * N];
+        rocq_tensor ids, dy;
+        box y[2] = {box_make(BOX_PLAIN, ROCQ_F32, K, N, 1, 1),
+                    box_make(BOX_PLAIN, ROCQ_F32, K, N, 1, 1)};
+        for (int i = 0; i < M * N; i++) dy_values[i] = (float)(i * 7 % 23) - 11.0f;
+        assert_int_equal(rocq_tensor_from_host(&ids, rows, ROCQ_I32, 1, n), ROCQ_OK);
+        assert_int_equal(rocq_tensor_from_host(&dy, dy_values, ROCQ_F32, 2, dy_ne), ROCQ_OK);
+        for (int simd = 0; simd < 2; simd++) {
+            for (int op = 0; op < 2; op++) {
+                for (int i = 0; i < 2; i++) {
+                    const rocq_tensor *from = i ? &table : &w.t;
+                    const rocq_gather_params gather = {.y = &y[i].t, .table = from, .ids = &ids};
+                    const rocq_matmul_backward_params back = {.dx = &y[i].t, .dy = &dy, .w = from};
+                    memset(y[i].memory, 0xff, (size_t)y[i].size);
+                    assert_int_equal(op ? rocq_matmul_backward(contexts[simd][1], &back)
+                                        : rocq_gather(contexts[simd][1], &gather), ROCQ_OK);
+                    box_check_outside(&y[i]);
+                }
+                assert_true(same_bytes(y[0].memory, y[1].memory, y[0].size));
+                box_read(&y[1]);
+                for (int64_t k = 0; op == 0 && k < K * N; k++) { // the decoded values themselves
+                    assert_true(y[1].value[k] == w.value[rows[k / K] * K + k % K]);
+                }
+            }
+        }
+        for (int i = 0; i < 2; i++) box_free(&y[i]);
+        box_free(&w);
+        free(rocq_tensor_data(&table));
+    }
+}
+
+static void interleaved_rows_that_are_refused(void **state) {
+    enum { K = 256, M = 32 };
+    static unsigned char memory[K * (M + 16) * 4];
+    static float out[K * M];
+    rocq_ctx *ctx = contexts[1][1];
+    rocq_tensor t, view, x, y;
+    const int64_t ne[2] = {K, M}, few[2] = {K, M - 8}, start[4] = {0}, part[4] = {K, 16, 1, 1};
+    const int64_t other[2] = {2 * K, M / 2}, x_ne[1] = {K}, y_ne[1] = {M};
+    const int32_t axes[4] = {0, 1, 2, 3};
+    (void)state;
+    assert_int_equal(rocq_tensor_from_host(&t, memory, ROCQ_Q4_0, 2, ne), ROCQ_OK);
+    t.layout = ROCQ_LAYOUT_INTERLEAVED;
+    // no part of it is a tensor
+    assert_int_equal(rocq_tensor_view(&view, &t, start, part), ROCQ_E_UNSUPPORTED);
+    assert_int_equal(rocq_tensor_reshape(&view, &t, 2, other), ROCQ_E_UNSUPPORTED);
+    assert_int_equal(rocq_tensor_permute(&view, &t, axes), ROCQ_E_UNSUPPORTED);
+    assert_int_equal(rocq_tensor_slice(&t, 1, 0, 16).n_dims, 0);
+    assert_int_equal(rocq_tensor_heads(&t, 64).n_dims, 0);
+    assert_int_equal(rocq_download(ctx, out, &t, rocq_tensor_size(&t)), ROCQ_E_UNSUPPORTED);
+    assert_non_null(strstr(rocq_error(ctx), "cannot be interleaved"));
+    // an op that does not take it, a format that does not come in it, rows that do not fill it
+    assert_int_equal(rocq_tensor_from_host(&y, out, ROCQ_F32, 2, ne), ROCQ_OK);
+    const rocq_cast_params cast = {.y = &y, .x = &t};
+    assert_int_equal(rocq_cast(ctx, &cast), ROCQ_E_UNSUPPORTED);
+    assert_int_equal(rocq_tensor_from_host(&x, out, ROCQ_F32, 1, x_ne), ROCQ_OK);
+    assert_int_equal(rocq_tensor_from_host(&y, out + K, ROCQ_F32, 1, y_ne), ROCQ_OK);
+    const rocq_matmul_params product = {.y = &y, .w = &t, .x = &x};
+    assert_int_equal(rocq_matmul(ctx, &product), ROCQ_OK);
+    t.format = ROCQ_Q5_0;
+    t.buffer.size = sizeof memory;
+    assert_int_equal(rocq_matmul(ctx, &product), ROCQ_E_UNSUPPORTED);
+    t.format = ROCQ_Q4_0;
+    t.ne[1] = y.ne[0] = M - 8;
+    assert_int_equal(rocq_matmul(ctx, &product), ROCQ_E_SHAPE);
+    t.ne[1] = y.ne[0] = M;
+    t.stride[1] = 2 * K;
+    assert_int_equal(rocq_matmul(ctx, &product), ROCQ_E_SHAPE);
+    assert_int_equal(rocq_tensor_from_host(&t, memory, ROCQ_Q4_0, 2, few), ROCQ_OK);
+    t.layout = ROCQ_LAYOUT_INTERLEAVED;
+    assert_int_equal(rocq_upload(ctx, &t, memory + 8, rocq_tensor_size(&t)), ROCQ_E_SHAPE);
+}
+
 // Threads take larger parts of a lone column's product where its matrix is read in streams, and of
 // no other product.
 static void only_streams_are_taken_together(void **state) {
@@ -1024,6 +1180,8 @@ int main(void) {
 #define ROCQ_X(NAME, name, id, elems, bytes) cmocka_unit_test(format_##name),
         ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
+        cmocka_unit_test(interleaved_rows), cmocka_unit_test(interleaved_rows_are_decoded),
+        cmocka_unit_test(interleaved_rows_that_are_refused),
         cmocka_unit_test(tiles), cmocka_unit_test(only_streams_are_taken_together),
         cmocka_unit_test(a_share_reads_its_first_rows_first),
         cmocka_unit_test(outliers),
