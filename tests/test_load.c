@@ -401,7 +401,7 @@ static void matrices_are_interleaved(void **state) {
     model_add(&m, ROCQ_Q6_K, 768, 80);
     model_add(&m, ROCQ_Q5_0, 64, 32);
     model_add(&m, ROCQ_Q5_K, 256, 32);
-    model_add(&m, ROCQ_Q4_K, 512, 2064);
+    model_add(&m, ROCQ_Q4_0, 512, 2064);
     model_add(&m, ROCQ_Q8_0, 32, 1); // a vector
     model_finish(&m, 32);
     for (int i = 0; i < 2 * N_SOURCES * 3; i++) {
