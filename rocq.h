@@ -1779,7 +1779,8 @@ ROCQ_DEF rocq_result rocq_trim(rocq_ctx *ctx, int64_t keep);
 // product. AUTO means:
 //     product, CPU with AVX2          INT8 for quantized w but MXFP6_E3M2, else F32
 //     product, GPU, up to 8 columns   INT8 for quantized w but MXFP6, else F32; on NVIDIA's Hopper
-//                                     F16 for w in F16 from five columns on
+//                                     F16 for w in F16 or BF16 with over 4096 rows
+//                                     from five columns on
 //     product, GPU, more columns      F32 for w in F32, else F16
 //     its backward, GPU               F32 for dx if w is in F32, else F16
 //     attention, its backward, convolution, GPU   F16
@@ -2772,6 +2773,8 @@ enum {
     ROCQ_K_MATMUL_F16_N_FEW = 32, // of the kernels named _32
     ROCQ_K_MATMUL_INT8_N = 64,
     ROCQ_K_MATMUL_F32_N = 128,
+    ROCQ_K_MATMUL_FEW_M = 32, // a block of a matmul_few: rows, and most columns
+    ROCQ_K_MATMUL_FEW_N = 32,
     ROCQ_K_MERGE_M = 64,      // rows and columns of a block of matmul_merge
     ROCQ_K_MERGE_N = 8,
     ROCQ_K_ROW_THREADS = 256, // of a block of softmax, which computes one row
@@ -3487,6 +3490,8 @@ enum {
     X(matmul_lds_##name, rocq_k_matmul_args, ROCQ_K_LDS_THREADS(rows))
 #define ROCQ_K_MATMUL_LDS_TILE(X, f, columns, rows, steps, ahead, blocks) \
     X(matmul_lds_##f##_##columns##x##rows, rocq_k_matmul_args, ROCQ_K_LDS_THREADS(rows))
+#define ROCQ_K_MATMUL_FEW(X, f) \
+    X(matmul_few_##f##_16, rocq_k_matmul_args, 256) X(matmul_few_##f##_32, rocq_k_matmul_args, 256)
 #define ROCQ_K_MATMUL_LDS_DECODED(X, f) ROCQ_K_LDS_DECODED_TILES(ROCQ_K_MATMUL_LDS_TILE, X, f)
 // In the backward each of these kernels has all tiles of its threads and blocks, so that a launch
 // can have dx in one and dw in another: X(a, name, threads, blocks, bytes of the largest).
@@ -3517,6 +3522,8 @@ enum {
     ROCQ_K_INT8_FORMATS(ROCQ_K_MATMUL_INT8, X)               \
     ROCQ_K_LDS_FORWARD_TILES(ROCQ_K_MATMUL_LDS, X)           \
     ROCQ_K_DECODED_FORMATS(ROCQ_K_MATMUL_LDS_DECODED, X)     \
+    ROCQ_K_MATMUL_FEW(X, f16)                                \
+    ROCQ_K_MATMUL_FEW(X, bf16)                               \
     X(matmul_halves, rocq_k_matmul_args, 256)                \
     X(matmul_f32, rocq_k_matmul_args, 256)                   \
     X(matmul_merge, rocq_k_matmul_args, 256)                 \
@@ -8840,7 +8847,10 @@ ROCQ_DEF rocq_result rocq_gguf_writer_close(rocq_gguf_writer **writer) {
 typedef enum rocq__chip_kind { // LDS_TILES: GPUs that take the kernels named _lds
     ROCQ__ANY_CHIP, ROCQ__AVX2, ROCQ__RDNA3, ROCQ__LDS_TILES_CHIP
 } rocq__chip_kind;
-typedef enum rocq__w_kind { ROCQ__ANY_W, ROCQ__CODED_W, ROCQ__F32_W, ROCQ__F16_W } rocq__w_kind;
+typedef enum rocq__w_kind {
+    ROCQ__ANY_W, ROCQ__CODED_W, ROCQ__F32_W, ROCQ__LARGE_HALF_W
+} rocq__w_kind;
+enum { ROCQ__LARGE_ROWS = 4097 };
 
 // With AUTO an op computes in the precision of the first rule that fits, or in F32 if none does.
 typedef struct rocq__precision_rule {
@@ -8848,7 +8858,8 @@ typedef struct rocq__precision_rule {
     rocq_backend backend;
     rocq__chip_kind chips;
     int64_t columns; // the rule is for products of at most so many columns
-    rocq__w_kind w;  // CODED: formats whose codes the backend multiplies as integers
+    rocq__w_kind w;  // CODED: formats whose codes the backend multiplies as integers; LARGE_HALF:
+                     // F16 and BF16 with ROCQ__LARGE_ROWS rows or more
     rocq_precision precision;
     const char *why;
 } rocq__precision_rule;
@@ -8867,9 +8878,11 @@ static const rocq__precision_rule rocq__precision_rules[] = {
      "few columns wait for w to be read, whose codes dot4 multiplies as they are"},
     {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW / 2, ROCQ__ANY_W,
      ROCQ_PRECISION_F32, "few columns wait for w to be read, and w has no integer codes"},
-    // 14336 x 4096 at 8 columns, H200: 38 us with the conversion of x, in F32 52.
-    {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__LDS_TILES_CHIP, ROCQ_K_FEW, ROCQ__F16_W,
-     ROCQ_PRECISION_F16, "from five columns on F32 products take longer than reading w"},
+    // 8 columns, H100: 14336 x 4096 45 us and in F32 51, 4096 x 4096 15.5 and 15.8, 1024 x 4096
+    // 10.5 and 6.4.
+    {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__LDS_TILES_CHIP, ROCQ_K_FEW, ROCQ__LARGE_HALF_W,
+     ROCQ_PRECISION_F16,
+     "with many rows, F32 products of five columns or more take longer than reading w"},
     {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW, ROCQ__ANY_W, ROCQ_PRECISION_F32,
      "few columns wait for w to be read, and w has no integer codes"},
     {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__F32_W, ROCQ_PRECISION_F32,
@@ -8908,7 +8921,8 @@ static bool rocq__is_coded(rocq_backend backend, rocq_format format) {
 }
 
 static rocq__choice rocq__precision_rule_for(const rocq_ctx *ctx, rocq_backend backend,
-                                             rocq_op op, rocq_format w, int64_t columns) {
+                                             rocq_op op, rocq_format w, int64_t columns,
+                                             int64_t rows) {
     rocq__choice choice = {ROCQ_PRECISION_F32, "the op has no other form"};
     for (size_t i = 0; i < sizeof rocq__precision_rules / sizeof rocq__precision_rules[0]; i++) {
         const rocq__precision_rule *r = &rocq__precision_rules[i];
@@ -8918,7 +8932,10 @@ static rocq__choice rocq__precision_rule_for(const rocq_ctx *ctx, rocq_backend b
         if (r->w == ROCQ__CODED_W && !rocq__is_coded(backend, w)) continue;
         if (r->chips == ROCQ__LDS_TILES_CHIP && !rocq__has_lds_tiles(ctx)) continue;
         if (r->w == ROCQ__F32_W && w != ROCQ_F32) continue;
-        if (r->w == ROCQ__F16_W && w != ROCQ_F16) continue;
+        if (r->w == ROCQ__LARGE_HALF_W &&
+            ((w != ROCQ_F16 && w != ROCQ_BF16) || rows < ROCQ__LARGE_ROWS)) {
+            continue;
+        }
         choice.precision = r->precision;
         choice.why = r->why;
         break;
@@ -8931,16 +8948,17 @@ static rocq_precision rocq__asked(const rocq_ctx *ctx, rocq_precision of_params)
     return of_params != ROCQ_PRECISION_AUTO ? of_params : ctx->desc.precision;
 }
 
-// The precision of a product of so many columns, and the reason. of_params is its params' field.
+// The precision of a product of so many columns by a w of so many rows, and the reason. of_params
+// is its params' field.
 static rocq__choice rocq__columns_choice(const rocq_ctx *ctx, rocq_backend backend,
                                          rocq_precision of_params, rocq_format w,
-                                         int64_t columns) {
+                                         int64_t columns, int64_t rows) {
     const rocq_precision asked = rocq__asked(ctx, of_params);
     rocq__choice choice;
     choice.precision = asked;
     choice.why = of_params ? "the params ask for it" : "the context asks for it";
     if (asked == ROCQ_PRECISION_AUTO) {
-        return rocq__precision_rule_for(ctx, backend, ROCQ_OP_MATMUL, w, columns);
+        return rocq__precision_rule_for(ctx, backend, ROCQ_OP_MATMUL, w, columns, rows);
     }
     if (asked == ROCQ_PRECISION_F16 && backend == ROCQ_BACKEND_GPU && columns <= ROCQ_K_FEW) {
         choice.precision = ROCQ_PRECISION_F32;
@@ -8952,7 +8970,7 @@ static rocq__choice rocq__columns_choice(const rocq_ctx *ctx, rocq_backend backe
 // The same for the product of x with w, which is p->w or p->w2.
 static rocq__choice rocq__product_choice(const rocq_ctx *ctx, rocq_backend backend,
                                          const rocq_matmul_params *p, const rocq_tensor *w) {
-    return rocq__columns_choice(ctx, backend, p->precision, w->format, p->x->ne[1]);
+    return rocq__columns_choice(ctx, backend, p->precision, w->format, p->x->ne[1], w->ne[1]);
 }
 
 // On a GPU few pairs of a token and an expert are a matvec each, in INT8 or F32, while more are
@@ -8966,7 +8984,7 @@ static rocq__choice rocq__experts_choice(const rocq_ctx *ctx, rocq_backend backe
                                          const rocq_experts_params *p) {
     const int64_t columns = rocq__experts_few(p) ? 1 : ROCQ_K_FEW + 1;
     rocq__choice choice =
-        rocq__columns_choice(ctx, backend, p->precision, p->w->format, columns);
+        rocq__columns_choice(ctx, backend, p->precision, p->w->format, columns, p->w->ne[1]);
     if (backend == ROCQ_BACKEND_GPU && columns > 1 && choice.precision == ROCQ_PRECISION_INT8) {
         choice.precision = ROCQ_PRECISION_F16;
         choice.why = "INT8 is asked for, but tiles of experts have F16 alone";
@@ -8980,7 +8998,7 @@ static rocq__choice rocq__backward_choice(const rocq_ctx *ctx, rocq_backend back
     const rocq_precision asked = rocq__asked(ctx, p->precision);
     const rocq_format w = of_dw ? ROCQ_F16 : p->w->format;
     rocq__choice choice =
-        rocq__precision_rule_for(ctx, backend, ROCQ_OP_MATMUL_BACKWARD, w, p->dy->ne[1]);
+        rocq__precision_rule_for(ctx, backend, ROCQ_OP_MATMUL_BACKWARD, w, p->dy->ne[1], 0);
     if (backend == ROCQ_BACKEND_GPU &&
         (asked == ROCQ_PRECISION_F32 || asked == ROCQ_PRECISION_F16)) {
         choice.precision = asked;
@@ -9000,7 +9018,8 @@ ROCQ_DEF rocq_format rocq_operand_format(const rocq_ctx *ctx, rocq_format w, int
                                          rocq_precision precision) {
     // The CPU encodes F32 itself while it packs x.
     if (!ctx || ctx->backend != ROCQ_BACKEND_GPU) return ROCQ_F32;
-    const rocq__choice choice = rocq__columns_choice(ctx, ROCQ_BACKEND_GPU, precision, w, n);
+    const rocq__choice choice =
+        rocq__columns_choice(ctx, ROCQ_BACKEND_GPU, precision, w, n, INT64_MAX);
     return rocq__operand_format(choice.precision);
 }
 
@@ -19920,7 +19939,8 @@ static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_tile *t,
     double bytes_per_us = chip->bytes_per_us;
     if (bytes > 48e6) bytes_per_us = ROCQ__MIN(bytes_per_us, flying / 1.9);
     const double merge = n_splits > 1 ? 2000.0 + 2.0 * y_bytes * n_splits / merge_rate : 0.0;
-    return ROCQ__MAX(tiles, bytes * 1e3 / bytes_per_us) + merge;
+    // The last term decides among tiles that wait for the same bytes.
+    return ROCQ__MAX(tiles, bytes * 1e3 / bytes_per_us) + merge + 1e-3 * tiles;
 }
 
 // merge_rate of matmul_merge and of matmul_backward_merge: bytes of partial sums that are written
@@ -19973,6 +19993,17 @@ static void rocq__lds_best_pair(const rocq__chip *chip, const rocq__site s[2], d
 static rocq_launch_config rocq__rule_tiles(const rocq__chip *chip, const rocq__site *s) {
     static const int32_t tile_n[] = {ROCQ_K_MATMUL_F16_N, ROCQ_K_MATMUL_F16_N_FEW};
     return rocq__tiles_best(chip, s, tile_n, 2, ROCQ__TILE_SPLIT);
+}
+
+// Whether a product in F16 is a matmul_few, with columns in F32, of which 16 are most, or in F16.
+// With 8 or 16 columns in F32 that is 1.1 to 1.6 times as fast as the kernels named _lds on an
+// H100, with few rows as with many. With 32 in F16 it is 0.98 to 1.4 times as fast where half of
+// the units have a block, and 0.85 where few have one.
+static bool rocq__takes_few(const rocq__chip *chip, const rocq__site *s, rocq_format x) {
+    const int64_t most = x == ROCQ_F32 ? ROCQ_K_MATMUL_FEW_N / 2 : ROCQ_K_MATMUL_FEW_N;
+    return chip->lds_tiles && (s->format == ROCQ_F16 || s->format == ROCQ_BF16) && s->k % 8 == 0 &&
+           s->n <= most &&
+           (x == ROCQ_F32 || s->m * s->batch > ROCQ_K_MATMUL_FEW_M * chip->n_units / 2);
 }
 
 // Whether a product in F16 is one of the kernels named _lds. With up to 32 columns a tile of 64
@@ -20053,7 +20084,13 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
     site.batch = rocq__clamp32(n_matrices);
     const rocq__chip *chip = rocq__chip_of(job->ctx);
     int64_t tile_n = 0;
-    if (g->path == ROCQ_PRECISION_F16 && rocq__takes_lds(chip, &site)) {
+    if (g->path == ROCQ_PRECISION_F16 && rocq__takes_few(chip, &site, x->format)) {
+        tile_m = ROCQ_K_MATMUL_FEW_M;
+        tile_n = ROCQ_K_MATMUL_FEW_N / (x->format == ROCQ_F32 ? 2 : 1);
+        kernel = ROCQ_K_matmul_few_f16_16 + 2 * (w->format == ROCQ_BF16) +
+                 (x->format != ROCQ_F32);
+        config.n_splits = 1;
+    } else if (g->path == ROCQ_PRECISION_F16 && rocq__takes_lds(chip, &site)) {
         const bool decoded = w->format != ROCQ_F16;
         double ns = 0.0;
         const rocq__lds_tile *tile =
@@ -20308,6 +20345,23 @@ static int32_t rocq__product_run(const rocq_ctx *ctx, const rocq_matmul_params *
     return n;
 }
 
+// Whether all of a chain's products in F16 are a matmul_few that reads x in F32.
+static bool rocq__few_floats(const rocq_ctx *ctx, const rocq_matmul_params *chain) {
+    rocq__site site;
+    memset(&site, 0, sizeof site);
+    site.k = (int32_t)chain->x->ne[0];
+    site.n = rocq__clamp32(chain->x->ne[1]);
+    for (const rocq_matmul_params *p = chain; p; p = p->next) {
+        for (int i = 0; i < 2; i++) {
+            const rocq_tensor *w = i == 0 ? p->w : p->w2;
+            if (!w || rocq__product_path(ctx, p, w) != ROCQ_PRECISION_F16) continue;
+            site.format = (int32_t)w->format;
+            if (!rocq__takes_few(rocq__chip_of(ctx), &site, ROCQ_F32)) return false;
+        }
+    }
+    return chain->x->format != ROCQ_F16;
+}
+
 static void rocq__job_matmul(rocq__job *job, const void *params) {
     const rocq_matmul_params *p = (const rocq_matmul_params *)params;
     rocq__product g[ROCQ_K_MATVEC_PRODUCTS];
@@ -20345,7 +20399,9 @@ static void rocq__job_matmul(rocq__job *job, const void *params) {
                 return;
             }
             if (path == ROCQ_PRECISION_INT8 && rows) x[path] = *row;
-            else if (!have[path]) x[path] = rocq__product_x(job, p->x, path);
+            else if (!have[path] && path == ROCQ_PRECISION_F16 && rocq__few_floats(job->ctx, p)) {
+                x[path] = rocq__product_x(job, p->x, ROCQ_PRECISION_F32);
+            } else if (!have[path]) x[path] = rocq__product_x(job, p->x, path);
             have[path] = true;
         }
     }
@@ -26597,7 +26653,7 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op id, const void *p
     if (experts) choice = rocq__experts_choice(ctx, backend, experts);
     else if (p) choice = rocq__product_choice(ctx, backend, p, p->w);
     else if (back) choice = rocq__backward_choice(ctx, backend, back, back->dw != NULL);
-    else choice = rocq__precision_rule_for(ctx, backend, id, ROCQ_F32, 0);
+    else choice = rocq__precision_rule_for(ctx, backend, id, ROCQ_F32, 0, 0);
     const rocq_conv_params *conv =
         id == ROCQ_OP_CONV ? (const rocq_conv_params *)params : NULL;
     info->asked = rocq__asked(ctx, p      ? p->precision

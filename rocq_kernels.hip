@@ -105,6 +105,7 @@
 //   atomic_look(p)           loads what others add; relaxed
 //   lds_add(p, n), lds_take(p, n)    atomic, in LDS; lds_take returns the old value
 //   frag, frag_c, wmma       16x16x16 on the matrix unit, see there
+//   wmma_vectors             the same from vectors that lanes read from memory, see there
 //   WMMA_LDS, wmma_lds       whether four waves can multiply straight from LDS, see there
 //   WMMA_TILES, wmma_tile    the same of whole tiles, as the kernels named _lds have them
 //   target_id                0x1100 and so on, 0 where not gfx
@@ -414,6 +415,17 @@ DEV void wmma(frag_c &c, const frag &a, const frag_b &b) {
                      : "r"(a.w[0]), "r"(a.w[1]), "r"(a.w[2]), "r"(a.w[3]), "r"(b.w[2 * h]),
                        "r"(b.w[2 * h + 1]));
     }
+}
+// Operands that lanes read from memory into registers, as vectors of 8 halves: of 16 rows by 32 k a
+// lane has FRAG_VECTORS vectors, vector i from row frag_vector_row(i) and k frag_vector_k(i) on.
+// wmma_vectors: c += a b over these 32 k. The four k of a lane that an instruction takes are
+// neighbours here, not those that it numbers so, in both operands alike: the sum is the same.
+enum { FRAG_VECTORS = 2 };
+DEV int frag_vector_row(int i) { return (int)(threadIdx.x & 31) / 4 + 8 * i; }
+DEV int frag_vector_k(int) { return 8 * (int)(threadIdx.x & 3); }
+DEV void wmma_vectors(frag_c &c, const u32x4 (&a)[2], const u32x4 (&b)[2]) {
+    wmma(c, frag{{a[0].x, a[1].x, a[0].y, a[1].y}}, frag_b{{b[0].x, b[0].y, b[1].x, b[1].y}});
+    wmma(c, frag{{a[0].z, a[1].z, a[0].w, a[1].w}}, frag_b{{b[0].z, b[0].w, b[1].z, b[1].w}});
 }
 // Four waves multiply straight from LDS (wgmma), where tiles are in chunks of K as for frag_lane:
 // c += a b with 64 rows of a, of which wave w has 16 w to 16 w + 15, and 16 N columns of b, over 16
@@ -755,6 +767,19 @@ DEV void wmma(frag_c &c, const frag &a, const frag &b) { // c += a b
     frag_v8 v = __builtin_bit_cast(frag_v8, c);
     v = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(a, b, v);
     c = __builtin_bit_cast(frag_c, v);
+}
+// Operands that lanes read from memory into registers, as vectors of 8 halves: of 16 rows by 32 k a
+// lane has FRAG_VECTORS vectors, vector i from row frag_vector_row(i) and k frag_vector_k(i) on.
+// wmma_vectors: c += a b over these 32 k.
+enum { FRAG_VECTORS = 4 };
+DEV int frag_vector_row(int) { return (int)(thread_index() & 15); }
+DEV int frag_vector_k(int i) { return 8 * i; }
+DEV void wmma_vectors(frag_c &c, const u32x4 (&a)[4], const u32x4 (&b)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const frag_halves ha = {a[i], a[i + 1]}, hb = {b[i], b[i + 1]};
+        wmma(c, __builtin_bit_cast(frag, ha), __builtin_bit_cast(frag, hb));
+    }
 }
 enum { WMMA_LDS = 0, WMMA_TILES = 0 }; // operands are registers
 DEV void lds_written() {}
@@ -3523,9 +3548,9 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
 constexpr int matvec_waves(int format, int n, bool int8) {
     const bool plain = format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16;
     if (!int8 && !plain) return n == 1 ? 4 : 2;
-    if (n > 2 || format == MATVEC_MIXED) return 4;
-    if (n == 2 && format == ROCQ_Q8_0) return 4; // 21.4 us, not 26.3, at 14336x4096 on an H200
-    return n == 1 && format != ROCQ_Q5_K ? 8 : 6;
+    // Two columns at 14336x4096 on an H100: Q4_0 16.9 us, Q6_K 22.7; with 6 waves 21.2 and 27.5
+    if (n > 1 || format == MATVEC_MIXED) return 4;
+    return format != ROCQ_Q5_K ? 8 : 6;
 }
 
 #define ROCQ_X(n, f, type, is_int8)                                        \
@@ -5060,6 +5085,146 @@ DEV void matmul_lds_decoded(const rocq_k_matmul_args &a) {
 ROCQ_K_DECODED_FORMATS(ROCQ_X, )
 #undef ROCQ_X
 #undef ROCQ_X_TILE
+
+// matmul_few: F16 and BF16 weights and up to 16 TN columns of x, which wait for w to be read. x is
+// of format X, F16 or F32, which is rounded to F16 here, so that no launch has to do it before.
+// A wave reads the operands of 32 rows straight into registers: without tiles of LDS and barriers,
+// all 16 waves of a compute unit always have loads of w in flight. The 8 waves of a block take
+// turns of 64 of K, wave i the steps i, i + 8 and so on. Their sums meet in LDS and are added in
+// the order of the waves. Each block reads its columns of x, from L2: half of the bytes of w for 8
+// columns in F32, as many for 32 in F16. So for more columns a tile of LDS is faster. K is a
+// multiple of 8.
+// 14336 x 4096 in F16, 8 columns: 44.3 us on an H100, where reading w alone takes 40.4.
+DEV u32x4 matmul_few_halves(const u32x4 (&v)[1]) { return v[0]; }
+DEV u32x4 matmul_few_halves(const u32x4 (&v)[2]) {
+    const auto halves = [](uint32_t low, uint32_t high) {
+        return bits<uint32_t>(pair_floats(bits<float>(low), bits<float>(high)));
+    };
+    return make4(halves(v[0].x, v[0].y), halves(v[0].z, v[0].w), halves(v[1].x, v[1].y),
+                 halves(v[1].z, v[1].w));
+}
+template <int F, int TN, int X> DEV void matmul_few(const rocq_k_matmul_args &a) {
+    enum {
+        TM = ROCQ_K_MATMUL_FEW_M / 16, V = FRAG_VECTORS, WAVES = 8, // 36: banks of a lane's columns
+        STRIDE = ROCQ_K_MATMUL_FEW_M + 4, COLUMNS = 16 * STRIDE,    // are apart
+        X_BYTES = X == ROCQ_F32 ? 4 : 2, PARTS = X_BYTES / 2        // of a vector of x
+    };
+    LDS(float, sums, WAVES * COLUMNS);
+    if (a.tiles_m == 0) return;
+    const uint32_t k = (uint32_t)a.k;
+    const matmul_place at = matmul_place_of(a, 16 * TM, 16 * TN, (k + 63) / 64);
+    const int wave = matmul_wave();
+    // Rows and columns past the last repeat it.
+    const char *const w = (const char *)a.w + at.w_row * k * 2;
+    const char *const x = (const char *)a.x + at.x_column * a.x_stride * X_BYTES;
+    const uint32_t x_stride = (uint32_t)a.x_stride;
+    const int w_last = (int)(a.m - at.m0 < 16 * TM ? a.m - at.m0 : 16 * TM) - 1;
+    const int x_last = (int)(a.n - at.n0 < 16 * TN ? a.n - at.n0 : 16 * TN) - 1;
+    uint32_t w_row[TM][V], x_row[TN][V]; // elements to the vectors' rows
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+#pragma unroll
+        for (int i = 0; i < TM; i++) {
+            w_row[i][v] = (uint32_t)min(16 * i + frag_vector_row(v), w_last) * k;
+        }
+#pragma unroll
+        for (int j = 0; j < TN; j++) {
+            x_row[j][v] = (uint32_t)min(16 * j + frag_vector_row(v), x_last) * x_stride;
+        }
+    }
+    frag_c c[TM][TN];
+    matmul_clear(c);
+#pragma unroll 1
+    for (uint32_t step = at.begin + (uint32_t)wave; step < at.end; step += WAVES) {
+        u32x4 wv[2][TM][V], xv[2][TN][V][PARTS];
+        const bool tail = 64 * step + 64 > k; // then vectors past the end are read elsewhere
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+#pragma unroll
+            for (int v = 0; v < V; v++) {
+                uint32_t e = 64 * step + 32 * (uint32_t)h + (uint32_t)frag_vector_k(v);
+                if (tail && e >= k) e = 0;
+#pragma unroll
+                for (int i = 0; i < TM; i++) {
+                    wv[h][i][v] = gload<ONCE>((const u32x4 *)(w + (int64_t)(w_row[i][v] + e) * 2));
+                }
+#pragma unroll
+                for (int j = 0; j < TN; j++) {
+                    const u32x4 *const from =
+                        (const u32x4 *)(x + (int64_t)(x_row[j][v] + e) * X_BYTES);
+#pragma unroll
+                    for (int p = 0; p < PARTS; p++) xv[h][j][v][p] = gload(from + p);
+                }
+            }
+        }
+        if (tail) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+#pragma unroll
+                for (int v = 0; v < V; v++) {
+                    if (64 * step + 32 * (uint32_t)h + (uint32_t)frag_vector_k(v) < k) continue;
+#pragma unroll
+                    for (int i = 0; i < TM; i++) wv[h][i][v] = make4(0, 0, 0, 0);
+#pragma unroll
+                    for (int j = 0; j < TN; j++) {
+#pragma unroll
+                        for (int p = 0; p < PARTS; p++) xv[h][j][v][p] = make4(0, 0, 0, 0);
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            u32x4 wh[V], xh[TN][V];
+#pragma unroll
+            for (int j = 0; j < TN; j++) {
+#pragma unroll
+                for (int v = 0; v < V; v++) xh[j][v] = matmul_few_halves(xv[h][j][v]);
+            }
+#pragma unroll
+            for (int i = 0; i < TM; i++) {
+#pragma unroll
+                for (int v = 0; v < V; v++) wh[v] = matmul_vector_halves<F>(wv[h][i][v]);
+#pragma unroll
+                for (int j = 0; j < TN; j++) wmma_vectors(c[i][j], wh, xh[j]);
+            }
+        }
+    }
+    float *const own = sums + wave * COLUMNS;
+#pragma unroll
+    for (int j = 0; j < TN; j++) {
+        if (j > 0) block_sync_lds(); // the sums of before have been read
+#pragma unroll
+        for (int i = 0; i < TM; i++) {
+#pragma unroll
+            for (int v = 0; v < 8; v++) {
+                lput(own + frag_col(v) * STRIDE + 16 * i + frag_row(v), c[i][j].v[v]);
+            }
+        }
+        block_sync_lds();
+#pragma unroll 1
+        for (int column = wave; column < 16; column += WAVES) {
+            const int64_t n = at.n0 + 16 * j + column;
+            if (n >= a.n) break;
+            float *const first = sums + column * STRIDE + lane_index();
+            float sum = lget(first);
+#pragma unroll
+            for (int i = 1; i < WAVES; i++) sum += lget(first + i * COLUMNS);
+            lput(first, sum);
+            matmul_put_sums<1>(a, at, sums + column * STRIDE, at.m0, n);
+        }
+    }
+}
+#define ROCQ_X(X, f)                                                               \
+    KERNEL_WAVES(matmul_few_##f##_16, rocq_k_matmul_args, 256, 4) {                \
+        if constexpr (WMMA_TILES) matmul_few<ROCQ_K_ID_##f, 1, ROCQ_F32>(a);       \
+    }                                                                              \
+    KERNEL_WAVES(matmul_few_##f##_32, rocq_k_matmul_args, 256, 4) {                \
+        if constexpr (WMMA_TILES) matmul_few<ROCQ_K_ID_##f, 2, ROCQ_F16>(a);       \
+    }
+ROCQ_X(, f16)
+ROCQ_X(, bf16)
+#undef ROCQ_X
 
 // matmul_halves: decodes a whole matrix of a format that is only read to F16, for matmul_lds: with
 // many columns it pays to look codebooks up once instead of once for each tile's columns. Weights
@@ -7391,13 +7556,14 @@ DEV place place_of(const rocq_k_tensor &t, uint32_t r) {
     return {r - plane * ne1, plane - i3 * ne2, i3};
 }
 
-// Whether rows follow each other without gaps, as in planar tensors they always do.
+// Whether rows of so many bytes follow each other without gaps; in planar tensors they always do.
+DEV bool is_packed_as(const rocq_k_tensor &t, int64_t row) {
+    return (t.ne[1] == 1 || t.stride[0] == row) && (t.ne[2] == 1 || t.stride[1] == row * t.ne[1]) &&
+           (t.ne[3] == 1 || t.stride[2] == row * t.ne[1] * t.ne[2]);
+}
 DEV bool is_packed(const rocq_k_tensor &t) {
     const int64_t row = (int64_t)(t.ne[0] / format_elems(t.format)) * format_bytes(t.format);
-    return t.layout == ROCQ_LAYOUT_PLANAR ||
-           ((t.ne[1] == 1 || t.stride[0] == row) &&
-            (t.ne[2] == 1 || t.stride[1] == row * t.ne[1]) &&
-            (t.ne[3] == 1 || t.stride[2] == row * t.ne[1] * t.ne[2]));
+    return t.layout == ROCQ_LAYOUT_PLANAR || is_packed_as(t, row);
 }
 
 // Kernels that give a row to a block take it in tiles of Q quads a thread; quad j of thread t is
@@ -7669,6 +7835,19 @@ KERNEL(map, rocq_k_map_args, 256) {
         else if (((low | (uint64_t)n) & 3) == 0) copy_16<uint32_t>(to, from, k, n);
         else if (((low | (uint64_t)n) & 1) == 0) copy_16<uint16_t>(to, from, k, n);
         else copy_16<uint8_t>(to, from, k, n);
+        return;
+    }
+    // Most products in F16 convert their x so: with little code, since most of such a launch's time
+    // is fetching that.
+    if (a.op == ROCQ_OP_CAST && a.y.format == ROCQ_F16 && a.a.format == ROCQ_F32 &&
+        a.y.layout == a.a.layout && is_packed_as(a.y, 2 * (int64_t)a.y.ne[0]) &&
+        is_packed_as(a.a, 4 * (int64_t)a.y.ne[0]) &&
+        ((alignment_bits(a.y) | alignment_bits(a.a) | (uint64_t)a.y.ne[0]) & 7) == 0) {
+        if (at >= (uint32_t)a.y.ne[0] / 4 * rows) return;
+        const u32x4 v = gload((const u32x4 *)a.a.data + at);
+        const f16x2 low = pair_floats(bits<float>(v.x), bits<float>(v.y));
+        const f16x2 high = pair_floats(bits<float>(v.z), bits<float>(v.w));
+        gstore((u32x2 *)a.y.data + at, make2(bits<uint32_t>(low), bits<uint32_t>(high)));
         return;
     }
     // The general computation of an address takes more of the ALU's time than all the rest. So

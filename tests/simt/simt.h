@@ -1352,6 +1352,15 @@ DEV void simt_wmma_at(simt_kind kind, const void *a, const void *b, void *c, int
 DEV void wmma(frag_c &c, const frag &a, const frag &b, SIMT_LINE) { // c += a b
     simt_wmma_at(SIMT_AT_WMMA, &a, &b, &c, line, simt_wmma);
 }
+enum { FRAG_VECTORS = 4 };
+DEV int frag_vector_row(int) { return (int)(thread_index() & 15); }
+DEV int frag_vector_k(int i) { return 8 * i; }
+DEV void wmma_vectors(frag_c &c, const u32x4 (&a)[4], const u32x4 (&b)[4], SIMT_LINE) {
+    for (int i = 0; i < 4; i += 2) {
+        const frag_halves ha = {a[i], a[i + 1]}, hb = {b[i], b[i + 1]};
+        wmma(c, __builtin_bit_cast(frag, ha), __builtin_bit_cast(frag, hb), line);
+    }
+}
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b, SIMT_LINE) {
     simt_wmma_at(SIMT_AT_WMMA_I8, &a, &b, &c, line, simt_wmma_i8);
 }
