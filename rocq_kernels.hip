@@ -662,19 +662,17 @@ DEV u32x2 byte_levels(u32x4 table, uint32_t n) { // two look-ups of 8, and a cho
 DEV float exp2_fast(float x) { return __builtin_amdgcn_exp2f(x); }
 DEV float log2_fast(float x) { return __builtin_amdgcn_logf(x); }
 DEV float rcp_fast(float x) { return __builtin_amdgcn_rcpf(x); }
-// The digits of a processor's name, "gfx1103", as a hexadecimal number.
-DEV constexpr int target_number(const char *name, int number = 0) {
-    return *name >= '0' && *name <= '9'   ? target_number(name + 1, 16 * number + *name - '0')
-           : *name >= 'a' && *name <= 'f' ? target_number(name + 1, 16 * number + *name - 'a' + 10)
-                                          : number;
-}
+// From the assembler's own symbols, so that it is the last step of a compilation that decides:
+// examples/build-kernels makes the code of several targets from the optimizer's results for one.
 DEV int target_id() {
+    int id = 0;
 #if defined(__HIP_DEVICE_COMPILE__)
-    constexpr int number = target_number(&__amdgcn_processor__[3]);
-    return number;
-#else
-    return 0;
+#define GENERATION ".amdgcn.gfx_generation_"
+    asm("s_mov_b32 %0, (" GENERATION "number / 10 * 16 + " GENERATION "number %% 10) << 8 | "
+        GENERATION "minor << 4 | " GENERATION "stepping" : "=s"(id));
+#undef GENERATION
 #endif
+    return id;
 }
 
 // Fragments: what one lane holds of a matrix of 16 by 16. frag is an operand, with K innermost;
