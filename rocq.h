@@ -991,8 +991,8 @@ typedef enum rocq_layout {
     ROCQ_LAYOUT_INTERLEAVED // matrices of Q4_0 Q8_0 Q4_K Q5_K Q6_K on the CPU, [K, N], N a multiple
                           // of 16: 16 rows lie side by side, which AVX-512 multiplies up to 1.8
                           // times as fast (>>cpu_quant has a picture). Same size. rocq_gguf_load
-                          // and rocq_upload make it; matmul, its backward and gather take it.
-                          // Such a tensor cannot be cut, reshaped or downloaded
+                          // and rocq_upload make it; matmul, its backward, gather and cast
+                          // (as x) take it. Such a tensor cannot be cut, reshaped or downloaded
 } rocq_layout;
 
 // Up to four dimensions over a part of a buffer. A tensor never owns memory, so it can be copied,
@@ -14524,8 +14524,11 @@ static void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) 
         unsigned char *y_row = rocq__row(y, c.i1, c.i2, c.i3);
         const unsigned char *a_row = rocq__row(a, c.i1, c.i2, c.i3);
         const unsigned char *b_row = b ? rocq__row_repeated(b, c.i1, c.i2, c.i3) : NULL;
+        const bool interleaved = a->layout == ROCQ_LAYOUT_INTERLEAVED;
         if (map->op == ROCQ_OP_CAST && y->format == a->format && !hadamard) { // lossless, and I32
-            memmove(y_row, a_row, (size_t)rocq__bytes(y->format, y->ne[0]));
+            const int64_t n_blocks = y->ne[0] / rocq__codec_of(y->format)->info.block_elems;
+            if (interleaved) rocq__row_interleaved(y_row, a, r, 0, n_blocks);
+            else memmove(y_row, a_row, (size_t)rocq__bytes(y->format, y->ne[0]));
             continue;
         }
         if (b && b->ne[0] == 1) {
@@ -14534,7 +14537,9 @@ static void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) 
         }
         for (int64_t k = 0; k < y->ne[0]; k += ROCQ__STRIP) {
             const int64_t n = rocq__strip(y->ne[0], k);
-            const float *u = rocq__load(map->simd, a->format, a_row, k, n, a_buf), *v = b_buf;
+            const float *v = b_buf, *u = interleaved
+                ? rocq__load_weights(map->simd, a, r, k, n, a_buf)
+                : rocq__load(map->simd, a->format, a_row, k, n, a_buf);
             if (b && b->ne[0] != 1) v = rocq__load(map->simd, b->format, b_row, k, n, b_buf);
             switch (map->op) {
             case ROCQ_OP_ACTIVATE:
@@ -22277,7 +22282,7 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(SCALE, OUT, y, "knbc", ROCQ__FLOAT)
     ROCQ_X(SCALE, IN_PLACE, x, "knbc", ROCQ__FLOAT)
     ROCQ_X(CAST, OUT, y, "knbc", ROCQ__ANY | ROCQ__BIT_I32 | ROCQ__PLANAR | ROCQ__HADAMARD)
-    ROCQ_X(CAST, IN_PLACE, x, "knbc", ROCQ__ANY | ROCQ__BIT_I32 | ROCQ__PLANAR | ROCQ__HADAMARD)
+    ROCQ_X(CAST, IN_PLACE, x, "knbc", ROCQ__WEIGHTS | ROCQ__BIT_I32 | ROCQ__HADAMARD)
     ROCQ_X(SOFTMAX, OUT, y, "knbc", ROCQ__BIT_F32)
     ROCQ_X(SOFTMAX, IN_PLACE, x, "knbc", ROCQ__BIT_F32)
     ROCQ_X(SOFTMAX, IN, mask, "kNBC", ROCQ__FLOAT | ROCQ__OPTIONAL)

@@ -471,7 +471,7 @@ static void interleaved_rows(void **state) {
     }
 }
 
-// gather and the gradient of a product's input read such a matrix, too; they decode its rows.
+// gather, cast and the gradient of a product's input read such a matrix, too, by decoding its rows.
 static void interleaved_rows_are_decoded(void **state) {
     enum { K = 512, M = 48, N = 5 };
     (void)state;
@@ -505,7 +505,28 @@ static void interleaved_rows_are_decoded(void **state) {
                 }
             }
         }
+        // cast gives the values, or the matrix as a file has it
+        box floats = box_make(BOX_STRIDED, ROCQ_F32, K, M, 1, 1);
+        box same = box_make(BOX_STRIDED, w.t.format, K, M, 1, 1);
+        for (int i = 0; i < 2; i++) {
+            box *to = i ? &same : &floats;
+            const rocq_cast_params cast = {.y = &to->t, .x = &table};
+            memset(to->memory, 0xff, (size_t)to->size);
+            assert_int_equal(rocq_cast(contexts[1][1], &cast), ROCQ_OK);
+            box_read(to);
+            box_check_outside(to);
+            for (int64_t k = 0; k < K * M; k++) assert_true(to->value[k] == w.value[k]);
+        }
+        for (int64_t r = 0; r < M; r++) {
+            assert_true(same_bytes(box_row(&same, r), box_row(&w, r), box_row_size(&w)));
+        }
+        rocq_tensor plain = table;
+        plain.layout = ROCQ_LAYOUT_GGUF;
+        const rocq_cast_params in_place = {.y = &plain, .x = &table};
+        assert_int_equal(rocq_cast(contexts[1][1], &in_place), ROCQ_E_ARGUMENT);
         for (int i = 0; i < 2; i++) box_free(&y[i]);
+        box_free(&floats);
+        box_free(&same);
         box_free(&w);
         free(rocq_tensor_data(&table));
     }
@@ -533,7 +554,7 @@ static void interleaved_rows_that_are_refused(void **state) {
     assert_non_null(strstr(rocq_error(ctx), "cannot be interleaved"));
     // an op that does not take it, a format that does not come in it, rows that do not fill it
     assert_int_equal(rocq_tensor_from_host(&y, out, ROCQ_F32, 2, ne), ROCQ_OK);
-    const rocq_cast_params cast = {.y = &y, .x = &t};
+    const rocq_cast_params cast = {.y = &t, .x = &y};
     assert_int_equal(rocq_cast(ctx, &cast), ROCQ_E_UNSUPPORTED);
     assert_int_equal(rocq_tensor_from_host(&x, out, ROCQ_F32, 1, x_ne), ROCQ_OK);
     assert_int_equal(rocq_tensor_from_host(&y, out + K, ROCQ_F32, 1, y_ne), ROCQ_OK);
