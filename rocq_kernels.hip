@@ -3065,6 +3065,14 @@ DEV void matvec_share(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &
 #undef ROCQ_X
 }
 
+// What a block works on, which of its waves this is, and the block's LDS.
+struct matvec_at {
+    uint32_t block;
+    int product, first_row, wave;
+    float *sums, *work;
+    u32x4 *row_x;
+};
+
 // Each thread finishes one y. This is all that it needs besides the sums. It is loaded before the
 // barrier, so that the loads of bias, gate and residual are in flight while other waves still
 // multiply.
@@ -3202,6 +3210,14 @@ DEV void matvec_put_q8_0(const rocq_k_matvec_args &a, const matvec_tail &t, int 
     } else {
         put_q8_0(t.y + t.c * t.y_stride + first_row / 32 * 34, i, live, four);
     }
+}
+
+// Stores y, in the tail's row and column.
+template <int N>
+DEV void matvec_put(const rocq_k_matvec_args &a, const matvec_tail &t, int first_row, float *sums,
+                    float y) {
+    if (t.y_format == ROCQ_Q8_0) matvec_put_q8_0<N>(a, t, first_row, sums, y);
+    else put_float(t.y_format, t.y + t.c * t.y_stride, first_row + t.r, y);
 }
 
 // A prefetch for the time in which the block makes x: loads a word of the first unit that the lane
@@ -3363,15 +3379,16 @@ DEV bool matvec_low_tail(const rocq_k_matvec_args &a0, int product, int row, mat
 struct matvec_low_early {
     uint32_t turn, touched[2];
 };
-DEV void matvec_low_begin(const rocq_k_matvec_args &a, int product, int first_row, int m, int wave,
+DEV void matvec_low_begin(const rocq_k_matvec_args &a, const matvec_at &at, int m,
                           matvec_low_early &early) {
-    if (product != 0 && wave != 0) return;
+    if (at.product != 0 && at.wave != 0) return;
     early = {atomic_look(a.low.words), {0, 0}};
-    const int rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> matvec_k_shift<true>(a, product);
-    const int row = min(first_row + (lane_index() & (rows - 1)), m - 1);
+    const int k_shift = matvec_k_shift<true>(a, at.product);
+    const int rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> k_shift;
+    const int row = min(at.first_row + (lane_index() & (rows - 1)), m - 1);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const rocq_k_lora &lora = a.lora[product][i];
+        const rocq_k_lora &lora = a.lora[at.product][i];
         if (lora.rank == 0) continue;
         early.touched[i] = gload((const uint32_t *)((const char *)lora.b + row * lora.b_stride));
     }
@@ -3385,18 +3402,62 @@ DEV void matvec_low_touched(matvec_low_early &e) { // they need no registers beh
 // is read only when the loads have been issued: they would wait for it otherwise. For the same
 // reason matvec_low_begin, whose loads are needed last, comes behind them.
 template <int F, int QUADS, bool LOW>
-DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int product,
-                    int first_row, int row, int wave, int k_wave, bool block_0, u32x4 *lds,
-                    float *work, matvec_low_early &early) {
+DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p,
+                    const matvec_at &at, int row, int k_wave, matvec_low_early &early) {
     float v[QUADS][4], w[QUADS][4];
     uint32_t touched[ROCQ_K_MATVEC_ROWS];
     matvec_row_load(a.x, a.k, v);
     if (a.row.weight) matvec_row_load(a.row.weight, a.k, w);
     matvec_touch<F>(p, row, a.k / 32, k_wave, touched);
-    if constexpr (LOW) matvec_low_begin(a, product, first_row, p.m, wave, early);
-    matvec_row_stage(a, v, w, block_0 && a.row.y, lds, work);
+    if constexpr (LOW) matvec_low_begin(a, at, p.m, early);
+    matvec_row_stage(a, v, w, at.block == 0 && a.row.y, at.row_x, at.work);
 #pragma unroll
     for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) computed(touched[r]);
+}
+
+// The end of a block with LOW: its sums are in LDS behind the barrier. Wave 0 of a block of product
+// 0 stores its rows of t, that of another one waits for them and adds B t to what its block stores.
+template <int N, bool ROW>
+DEV void matvec_low_finish(const rocq_k_matvec_args &a, const matvec_at &at,
+                           matvec_low_early &early, matvec_tail &tail) {
+    const int product = at.product, first_row = at.first_row;
+    const bool first_wave = at.wave == 0;
+    matvec_low_b b;
+    uint32_t turn = 0, word = 1;
+    if (product == 0 || first_wave) turn = wave_read(early.turn, 0) >> 31;
+    uint32_t *const words = matvec_low_words(a, turn);
+    if (product != 0 && first_wave) {
+        if (!ROW) matvec_low_touched(early);
+        word = matvec_low_look(a, product, 0, words, 1);
+        b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
+    }
+    block_sync_lds();
+    if (!first_wave) { // wave 0 has all that is live
+        if (product == 0) matvec_low_clear(a, at.block, turn);
+        return;
+    }
+    if (thread_index() == 0) {
+        atomic_add(a.low.words, at.block == 0 ? (1u << 31) - (a.low.n_blocks - 1) : 1);
+    }
+    matvec_pair both = {0.0f, 1.0f};
+    if (tail.live) both = matvec_pair_of<N>(tail, at.sums);
+    if (product != 0) {
+        u32x4 *const low_t = (u32x4 *)at.work;
+        for (;;) {
+            const int lora_row = min(first_row + tail.r, tail.m - 1);
+            if (matvec_low_tail(a, product, lora_row, b, words, word, low_t, tail)) break;
+            matvec_low_help<ROW>(a, at.row_x, words, at.sums);
+            // Loaded a second time, so that matvec_low_help has the registers of tail and b.
+            tail = matvec_tail_of<true>(a, product, first_row);
+            b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
+            word = 0;
+        }
+    }
+    if (tail.live) {
+        const float y = matvec_y(tail, both);
+        if (product == 0) matvec_low_put(words, first_row + tail.r, y);
+        matvec_put<N>(a, tail, first_row, at.sums, y);
+    }
 }
 
 // What a block does. F: the format of all products, MATVEC_MIXED or MATVEC_LOW where each has its
@@ -3454,66 +3515,28 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> k_shift);
     const int row = first_row + (wave >> k_shift) * ROWS, k_wave = wave & ((1 << k_shift) - 1);
     float *out = sums + wave * ROWS * N;
+    const matvec_at at = {block, product, first_row, wave, sums, work, row_x};
     matvec_low_early early;
     if constexpr (ROW) {
-        const bool block_0 = block == 0;
-#define ROCQ_QUADS(n) \
-    matvec_row<F, n, LOW>(a, p, product, first_row, row, wave, k_wave, block_0, row_x, work, early)
+#define ROCQ_QUADS(n) matvec_row<F, n, LOW>(a, p, at, row, k_wave, early)
         if (a.k > 2048) ROCQ_QUADS(4);
         else if (a.k > 1024) ROCQ_QUADS(2);
         else ROCQ_QUADS(1);
 #undef ROCQ_QUADS
         if (LOW && product != 0 && wave == 0) matvec_low_touched(early);
     } else if constexpr (LOW) {
-        matvec_low_begin(a, product, first_row, p.m, wave, early);
+        matvec_low_begin(a, at, p.m, early);
     }
     if (row < p.m) matvec_share<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
     matvec_tail tail = matvec_tail_of<LOW>(a, product, first_row);
     if constexpr (LOW) {
-        matvec_low_b b;
-        uint32_t turn = 0, word = 1;
-        if (product == 0 || wave == 0) turn = wave_read(early.turn, 0) >> 31;
-        uint32_t *const words = matvec_low_words(a, turn);
-        if (product != 0 && wave == 0) {
-            if (!ROW) matvec_low_touched(early);
-            word = matvec_low_look(a, product, 0, words, 1);
-            b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
-        }
-        block_sync_lds();
-        if (wave != 0) { // wave 0 has all that is live
-            if (product == 0) matvec_low_clear(a, block, turn);
-            return;
-        }
-        if (thread_index() == 0) {
-            atomic_add(a.low.words, block == 0 ? (1u << 31) - (a.low.n_blocks - 1) : 1);
-        }
-        matvec_pair both = {0.0f, 1.0f};
-        if (tail.live) both = matvec_pair_of<N>(tail, sums);
-        if (product != 0) {
-            u32x4 *const low_t = (u32x4 *)work;
-            for (;;) {
-                const int lora_row = min(first_row + tail.r, tail.m - 1);
-                if (matvec_low_tail(a, product, lora_row, b, words, word, low_t, tail)) break;
-                matvec_low_help<ROW>(a, row_x, words, sums);
-                // Loaded a second time, so that matvec_low_help has the registers of tail and b.
-                tail = matvec_tail_of<true>(a, product, first_row);
-                b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
-                word = 0;
-            }
-        }
-        if (tail.live) {
-            const float y = matvec_y(tail, both);
-            if (product == 0) matvec_low_put(words, first_row + tail.r, y);
-            if (tail.y_format == ROCQ_Q8_0) matvec_put_q8_0<N>(a, tail, first_row, sums, y);
-            else put_float(tail.y_format, tail.y + tail.c * tail.y_stride, first_row + tail.r, y);
-        }
+        matvec_low_finish<N, ROW>(a, at, early, tail);
         return;
     }
     block_sync_lds();
     if (!tail.live) return;
     const float y = matvec_y(tail, matvec_pair_of<N>(tail, sums));
-    if (tail.y_format == ROCQ_Q8_0) matvec_put_q8_0<N>(a, tail, first_row, sums, y);
-    else put_float(tail.y_format, tail.y + tail.c * tail.y_stride, first_row + tail.r, y);
+    matvec_put<N>(a, tail, first_row, sums, y);
 }
 
 // The occupancy in waves a SIMD that the compiler has to allow for. It is the most for which
