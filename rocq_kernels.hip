@@ -3612,6 +3612,17 @@ DEV int experts_copy(const rocq_k_experts_copies &copies, int e) {
     return (uint32_t)at < (uint32_t)copies.n ? at : -1;
 }
 
+// The w, or the w2, of expert e or of its copy.
+DEV rocq_k_matvec_weights experts_weights(const rocq_k_experts_args &a, int e, int copy,
+                                          bool second) {
+    rocq_k_matvec_weights p = a.weights;
+    p.w = copy < 0 ? (second ? a.weights.w2 : a.weights.w) : (second ? a.copies.w2 : a.copies.w);
+    p.w2 = nullptr;
+    p.n_units = copy < 0 ? a.weights.n_units : a.copies.n_units;
+    p.row0 = (int64_t)(copy < 0 ? e : copy) * p.m;
+    return p;
+}
+
 // Encodes v as Q8_0, as matvec_put_q8_0 does: a block has the 32 rows of a unit, and its first wave
 // has their values.
 DEV void experts_put_q8_0(const rocq_k_experts_args &a, int token, int slot, int first_row,
@@ -3663,13 +3674,8 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
                 // both live throughout, and with 64 registers a thread nvcc spilled.
 #pragma unroll 1
                 for (int pass = 0; pass < (a.weights.w2 ? 2 : 1); pass++) {
-                    rocq_k_matvec_weights p = a.weights;
+                    const rocq_k_matvec_weights p = experts_weights(a, e, copy, pass);
                     rocq_k_matvec_args one;
-                    p.w = copy < 0 ? (pass ? a.weights.w2 : a.weights.w)
-                                   : (pass ? a.copies.w2 : a.copies.w);
-                    p.w2 = nullptr;
-                    p.n_units = copy < 0 ? a.weights.n_units : a.copies.n_units;
-                    p.row0 = (int64_t)(copy < 0 ? e : copy) * p.m;
                     one.x = a.x;
                     one.x_units = a.x_units;
                     one.x_stride = a.x_stride;
