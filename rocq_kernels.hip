@@ -3911,11 +3911,14 @@ DEV int route_take(uint32_t *keys, int n) {
 enum {
     ROUTE_BYTES = 12 * ROCQ_K_ROUTE_EXPERTS + 4 * ROCQ_K_ROUTE_SLOTS // of LDS
 };
-DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *lds) {
-    float *const scores = (float *)lds;
-    uint32_t *const keys = (uint32_t *)lds + ROCQ_K_ROUTE_EXPERTS;
-    uint32_t *const groups = keys + ROCQ_K_ROUTE_EXPERTS;
-    int *const chosen = (int *)(groups + ROCQ_K_ROUTE_EXPERTS);
+struct route_lds {
+    float *scores;          // of each expert
+    uint32_t *keys;         // what the choice goes by, of each expert and of each group of them
+    uint32_t *groups;
+    int *chosen;            // expert of each slot
+};
+// Computes the scores and keys of all experts.
+DEV void route_score(const rocq_k_route_args &a, int64_t token, const route_lds &lds) {
     const float *const logits = a.logits + token * a.logits_stride;
     const int lane = lane_index(), n = a.n_experts;
     const bool by_score = a.bias || a.n_groups > 1;
@@ -3923,80 +3926,78 @@ DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *lds) {
 #pragma unroll 4 // four loads are in flight
     for (int e = lane; e < n; e += 32) {
         const float x = gload(logits + e);
-        lput(scores + e, x);
-        lput(keys + e, route_key(x));
+        lput(lds.scores + e, x);
+        lput(lds.keys + e, route_key(x));
         top = fmaxf(top, x);
     }
     if (a.scores == ROCQ_SCORES_SOFTMAX) {
         top = wave_max(top);
 #pragma unroll 1
         for (int e = lane; e < n; e += 32) {
-            const float x = exp_full(lget(scores + e) - top);
-            lput(scores + e, x);
+            const float x = exp_full(lget(lds.scores + e) - top);
+            lput(lds.scores + e, x);
             sum += x;
         }
         sum = wave_sum(sum);
     }
 #pragma unroll 1
     for (int e = lane; e < n; e += 32) {
-        float s = lget(scores + e);
+        float s = lget(lds.scores + e);
         if (a.scores == ROCQ_SCORES_SIGMOID) s = 1.0f / (1.0f + exp_full(-s));
         if (a.scores == ROCQ_SCORES_SOFTMAX) s /= sum;
-        lput(scores + e, s);
-        if (by_score) lput(keys + e, route_key(s + (a.bias ? gload(a.bias + e) : 0.0f)));
+        lput(lds.scores + e, s);
+        if (by_score) lput(lds.keys + e, route_key(s + (a.bias ? gload(a.bias + e) : 0.0f)));
     }
     wave_sync();
-    if (a.n_groups > 1) {
-        const int size = n / a.n_groups;
+}
+// Chooses groups by the sum of their two best experts. Experts of the others must not be chosen.
+DEV void route_choose_groups(const rocq_k_route_args &a, const route_lds &lds) {
+    const int lane = lane_index(), n = a.n_experts, size = n / a.n_groups;
 #pragma unroll 1
-        for (int g = lane; g < a.n_groups; g += 32) {
-            uint32_t first = 0, second = 0;
-            float best = 0.0f, next = 0.0f;
+    for (int g = lane; g < a.n_groups; g += 32) {
+        uint32_t first = 0, second = 0;
+        float best = 0.0f, next = 0.0f;
 #pragma unroll 1
-            for (int e = g * size; e < (g + 1) * size; e++) {
-                const uint32_t key = lget(keys + e);
-                const float v = lget(scores + e) + (a.bias ? gload(a.bias + e) : 0.0f);
-                if (key > first) {
-                    second = first;
-                    next = best;
-                    first = key;
-                    best = v;
-                } else if (key > second) {
-                    second = key;
-                    next = v;
-                }
+        for (int e = g * size; e < (g + 1) * size; e++) {
+            const uint32_t key = lget(lds.keys + e);
+            const float v = lget(lds.scores + e) + (a.bias ? gload(a.bias + e) : 0.0f);
+            if (key > first) {
+                second = first;
+                next = best;
+                first = key;
+                best = v;
+            } else if (key > second) {
+                second = key;
+                next = v;
             }
-            lput(groups + g, route_key(size > 1 ? best + next : best));
         }
-        wave_sync();
+        lput(lds.groups + g, route_key(size > 1 ? best + next : best));
+    }
+    wave_sync();
 #pragma unroll 1
-        for (int i = 0; i < a.top_groups; i++) {
-            route_take(groups, a.n_groups);
-            wave_sync();
-        }
-#pragma unroll 1
-        for (int e = lane; e < n; e += 32) { // experts of the other groups must not be chosen
-            if (lget(groups + e / size) != 0) lput(keys + e, 0u);
-        }
+    for (int i = 0; i < a.top_groups; i++) {
+        route_take(lds.groups, a.n_groups);
         wave_sync();
     }
 #pragma unroll 1
-    for (int slot = 0; slot < a.n_slots; slot++) {
-        const int e = route_take(keys, n);
-        if (lane == 0) lput(chosen + slot, e);
-        wave_sync();
+    for (int e = lane; e < n; e += 32) {
+        if (lget(lds.groups + e / size) != 0) lput(lds.keys + e, 0u);
     }
+    wave_sync();
+}
+// Stores the experts that have been chosen, and their weights.
+DEV void route_weigh(const rocq_k_route_args &a, int64_t token, const route_lds &lds) {
     const bool softmax = a.scores == ROCQ_SCORES_SOFTMAX_CHOSEN;
-    top = -INFINITY;
-    sum = 0.0f;
+    const int lane = lane_index();
+    float top = -INFINITY, sum = 0.0f;
 #pragma unroll 1
     for (int slot = lane; slot < a.n_slots; slot += 32) {
-        top = fmaxf(top, lget(scores + lget(chosen + slot)));
+        top = fmaxf(top, lget(lds.scores + lget(lds.chosen + slot)));
     }
     top = wave_max(top);
 #pragma unroll 1
     for (int slot = lane; slot < a.n_slots; slot += 32) {
-        const float s = lget(scores + lget(chosen + slot));
+        const float s = lget(lds.scores + lget(lds.chosen + slot));
         sum += softmax ? exp_full(s - top) : s;
     }
     sum = wave_sum(sum);
@@ -4004,12 +4005,27 @@ DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *lds) {
     const float factor = softmax ? a.scale / sum : a.renormalise ? a.scale / least : a.scale;
 #pragma unroll 1
     for (int slot = lane; slot < a.n_slots; slot += 32) {
-        const int e = lget(chosen + slot);
-        const float s = lget(scores + e), own = a.expert_scale ? gload(a.expert_scale + e) : 1.0f;
+        const int e = lget(lds.chosen + slot);
+        const float s = lget(lds.scores + e);
+        const float own = a.expert_scale ? gload(a.expert_scale + e) : 1.0f;
         gstore(a.ids + token * a.ids_stride + slot, e);
         gstore(a.weights + token * a.weights_stride + slot,
                (softmax ? exp_full(s - top) : s) * factor * own);
     }
+}
+DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *at) {
+    uint32_t *const keys = (uint32_t *)at + ROCQ_K_ROUTE_EXPERTS,
+             *const groups = keys + ROCQ_K_ROUTE_EXPERTS;
+    const route_lds lds = {(float *)at, keys, groups, (int *)(groups + ROCQ_K_ROUTE_EXPERTS)};
+    route_score(a, token, lds);
+    if (a.n_groups > 1) route_choose_groups(a, lds);
+#pragma unroll 1
+    for (int slot = 0; slot < a.n_slots; slot++) {
+        const int e = route_take(keys, a.n_experts);
+        if (lane_index() == 0) lput(lds.chosen + slot, e);
+        wave_sync();
+    }
+    route_weigh(a, token, lds);
 }
 KERNEL(route, rocq_k_route_args, 32) {
     LDS(u32x4, lds, ROUTE_BYTES / 16);
