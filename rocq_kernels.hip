@@ -4984,6 +4984,76 @@ DEV void matmul_lds(const rocq_k_matmul_args &a) {
 ROCQ_K_LDS_FORWARD_TILES(ROCQ_X, )
 #undef ROCQ_X
 
+// What a thread has of w in matmul_lds_decoded: in each step a unit of each of UNITS rows, or of
+// BF16 VECTORS vectors. Rows past the tile's last one repeat it.
+template <int F, int BN, int BM> struct lds_weights {
+    enum { THREADS = 2 * BM, UNITS = BN / BM, VECTORS = 8 * BN / THREADS };
+    const char *w; // the tile's first row, of a plain format
+    planes<F> p;   // or of another
+    uint32_t k, row_units, last_row;
+    raw<F> units[2];
+    u32x4 vectors[is_plain<F>() ? (int)VECTORS : 1];
+};
+template <int F, int BN, int BM>
+DEV lds_weights<F, BN, BM> lds_weights_of(const rocq_k_matmul_args &a, const matmul_place &at) {
+    lds_weights<F, BN, BM> w;
+    w.k = (uint32_t)a.k;
+    w.row_units = w.k / 32;
+    w.last_row = (uint32_t)(a.m - at.m0 < BN ? a.m - at.m0 : BN) - 1;
+    if constexpr (is_plain<F>()) w.w = (const char *)a.w + at.w_row * w.k * 2;
+    else w.p = planes_at(planes_of<F>(a.w, a.w_units, a.format), at.w_row * w.row_units);
+    return w;
+}
+template <int F, int BN, int BM>
+DEV void lds_weights_load(lds_weights<F, BN, BM> &w, uint32_t step) {
+    const uint32_t t = thread_index();
+    if constexpr (is_plain<F>()) {
+        const uint32_t e = 64 * step + 8 * (t % 8);
+#pragma unroll
+        for (int i = 0; i < w.VECTORS; i++) {
+            const uint32_t row = t / 8 + (uint32_t)(i * (w.THREADS / 8));
+            const uint32_t from = (row < w.last_row ? row : w.last_row) * w.k + e;
+            w.vectors[i] = make4(0, 0, 0, 0);
+            if (e < w.k) w.vectors[i] = gload((const u32x4 *)(w.w + (int64_t)from * 2));
+        }
+    } else {
+        const uint32_t own = 2 * step + t % 2, u = own < w.row_units ? own : w.row_units - 1;
+#pragma unroll
+        for (int i = 0; i < w.UNITS; i++) {
+            const uint32_t row = t / 2 + (uint32_t)(i * BM);
+            w.units[i] = load_raw(w.p, (row < w.last_row ? row : w.last_row) * w.row_units + u);
+        }
+    }
+}
+// Decodes what was loaded into a tile of LDS.
+template <int F, int BN, int BM>
+DEV void lds_weights_store(lds_weights<F, BN, BM> &w, uint32_t step, f16 *to) {
+    const int t = (int)thread_index();
+    if constexpr (is_plain<F>()) {
+#pragma unroll
+        for (int i = 0; i < w.VECTORS; i++) {
+            const int row = t / 8 + i * (w.THREADS / 8);
+            lput((u32x4 *)(to + 64 * row) + (t % 8 ^ (row & 7)),
+                 matmul_vector_halves<F>(w.vectors[i]));
+        }
+    } else {
+        const uint32_t half = (uint32_t)t % 2;
+        const bool there = 2 * step + half < w.row_units;
+#pragma unroll decode_passes<F>()
+        for (int i = 0; i < w.UNITS; i++) {
+            const int row = t / 2 + i * BM;
+            u32x4 halves[4];
+            matmul_unit_halves<F>(w.UNITS == 1 ? w.units[0] : take_row<F>(w.units, i),
+                                  2 * step + half, halves);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                lput((u32x4 *)(to + 64 * row) + ((4 * (int)half + j) ^ (row & 7)),
+                     there ? halves[j] : make4(0, 0, 0, 0));
+            }
+        }
+    }
+}
+
 // matmul of the other formats, except F32, on chips with WMMA_TILES: as matmul_lds, with w decoded
 // to F16 into the tile. In each step a thread decodes one unit of each of UNITS rows (BF16: VECTORS
 // vectors), which it loaded a step earlier, while the matrix unit still has the products of the
@@ -4993,77 +5063,22 @@ ROCQ_K_LDS_FORWARD_TILES(ROCQ_X, )
 // order. On an H200 195 to 365 TFLOPS from 512 columns on.
 template <int F, int BN, int BM, int STAGES, int AHEAD>
 DEV void matmul_lds_decoded(const rocq_k_matmul_args &a) {
-    enum {
-        THREADS = 2 * BM, STEP = 64 * (BM + BN), UNITS = BN / BM, VECTORS = 8 * BN / THREADS
-    };
+    enum { STEP = 64 * (BM + BN) };
     static_assert(AHEAD <= STAGES - 2, "stages are free in time");
     LDS_GRANTED(u32x4, tile, ROCQ_K_LDS_BYTES(BN, BM, STAGES) / 16);
     if (a.tiles_m == 0) return;
     f16 *const tiles = (f16 *)tile;
-    const uint32_t k = (uint32_t)a.k, row_units = k / 32;
+    const uint32_t k = (uint32_t)a.k;
     const matmul_place at = matmul_place_of(a, BN, BM, (k + 63) / 64);
-    const int t = (int)thread_index(), vector = t % 8;
-    const uint32_t half = (uint32_t)t % 2;
     const int64_t rows = a.n - at.n0;
     const lds_operand x = {(const char *)a.x + at.x_column * a.x_stride * 2, a.x_stride * 2,
                            (int32_t)(rows < BM ? rows : BM)};
-    const uint32_t w_last = (uint32_t)(a.m - at.m0 < BN ? a.m - at.m0 : BN) - 1;
-
-    raw<F> wr[2];
-    u32x4 wp[is_plain<F>() ? VECTORS : 1];
-    planes<F> p;
-    const char *w = nullptr;
-    if constexpr (is_plain<F>()) w = (const char *)a.w + at.w_row * k * 2;
-    else p = planes_at(planes_of<F>(a.w, a.w_units, a.format), at.w_row * row_units);
-    const auto load_w = [&](uint32_t step) {
-        if constexpr (is_plain<F>()) {
-            const uint32_t e = 64 * step + 8 * (uint32_t)vector;
-#pragma unroll
-            for (int i = 0; i < VECTORS; i++) {
-                const uint32_t row = (uint32_t)(t / 8 + i * (THREADS / 8));
-                const uint32_t from = (row < w_last ? row : w_last) * k + e;
-                wp[i] = make4(0, 0, 0, 0);
-                if (e < k) wp[i] = gload((const u32x4 *)(w + (int64_t)from * 2));
-            }
-        } else {
-            const uint32_t u = 2 * step + half < row_units ? 2 * step + half : row_units - 1;
-#pragma unroll
-            for (int i = 0; i < UNITS; i++) {
-                const uint32_t row = (uint32_t)(t / 2 + i * BM);
-                wr[i] = load_raw(p, (row < w_last ? row : w_last) * row_units + u);
-            }
-        }
-    };
-    const auto store_w = [&](uint32_t step, f16 *to) {
-        if constexpr (is_plain<F>()) {
-#pragma unroll
-            for (int i = 0; i < VECTORS; i++) {
-                const int row = t / 8 + i * (THREADS / 8);
-                lput((u32x4 *)(to + 64 * row) + (vector ^ (row & 7)),
-                     matmul_vector_halves<F>(wp[i]));
-            }
-        } else {
-            const bool there = 2 * step + half < row_units;
-#pragma unroll decode_passes<F>()
-            for (int i = 0; i < UNITS; i++) {
-                const int row = t / 2 + i * BM;
-                u32x4 halves[4];
-                matmul_unit_halves<F>(UNITS == 1 ? wr[0] : take_row<F>(wr, i), 2 * step + half,
-                                      halves);
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    lput((u32x4 *)(to + 64 * row) + ((4 * (int)half + j) ^ (row & 7)),
-                         there ? halves[j] : make4(0, 0, 0, 0));
-                }
-            }
-        }
-    };
-
+    lds_weights<F, BN, BM> w = lds_weights_of<F, BN, BM>(a, at);
     int stage = 0, free = 0;
     uint32_t ahead = at.begin;
     const auto load_x = [&]() {
         if (ahead < at.end) {
-            lds_load<false, BM, THREADS>(x, (int32_t)ahead * 64, (int32_t)k, tiles + free * STEP);
+            lds_load<false, BM, 2 * BM>(x, (int32_t)ahead * 64, (int32_t)k, tiles + free * STEP);
         }
         copies_close();
         ahead++;
@@ -5071,13 +5086,13 @@ DEV void matmul_lds_decoded(const rocq_k_matmul_args &a) {
     };
     frag_c c[1][BN / 16];
     matmul_clear(c);
-    load_w(at.begin);
+    lds_weights_load(w, at.begin);
     for (int i = 0; i < AHEAD; i++) load_x();
 #pragma unroll 1
     for (uint32_t step = at.begin; step < at.end; step++) {
         f16 *const x_tile = tiles + stage * STEP, *const w_tile = x_tile + 64 * BM;
-        store_w(step, w_tile);
-        if (step + 1 < at.end) load_w(step + 1);
+        lds_weights_store(w, step, w_tile);
+        if (step + 1 < at.end) lds_weights_load(w, step + 1);
         copies_wait<AHEAD - 1>();
         lds_written();
         block_sync_lds();
