@@ -5185,29 +5185,88 @@ DEV uint32_t matmul_less_offset(uint32_t q, int offset) {
     return (q + 0x01010101u * (uint32_t)(128 - offset)) ^ 0x80808080u;
 }
 
-template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
-    typedef block_layout<F> l;
+template <int F> struct matmul_int8_shape {
     enum {
         BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_INT8_N, BK = MATMUL_INT8_BK, ROW = MATMUL_INT8_ROW,
         WM = 64, WN = 32, TM = WM / 16, TN = WN / 16,
-        GROUPS = l::halves ? 4 : 2 // of BK elements
-    };
-    // LDS has the codes, then floats: scales of w and of x, mins of w and sums of the values of x,
-    // each group after group.
-    enum {
+        GROUPS = block_layout<F>::halves ? 4 : 2, // of BK elements
+        GROUP = BK / GROUPS, // elements
+        // LDS has the codes, then floats: scales of w and of x, mins of w and sums of the values of
+        // x, each group after group.
         CODES = (BM + BN) * ROW, XS = GROUPS * BM, WMIN = XS + 2 * BN, XSUM = WMIN + GROUPS * BM,
-        FLOATS = l::has_min ? XSUM + GROUPS * BN : WMIN
+        FLOATS = block_layout<F>::has_min ? XSUM + GROUPS * BN : WMIN
     };
-    LDS(u32x4, tile, CODES / 16 + FLOATS / 4);
+};
+struct matmul_int8_lds {
+    int8_t *w, *x;
+    float *w_scale, *x_scale, *w_min, *x_sum;
+};
+
+// Stores codes and factors of a thread's units, half `half` of a step, in LDS.
+template <int F>
+DEV void matmul_int8_store_w(const matmul_int8_lds &lds, raw<F> (&from)[2], uint32_t step) {
+    typedef block_layout<F> l;
+    typedef matmul_int8_shape<F> S;
+    const int t = (int)thread_index();
+    const uint32_t half = (uint32_t)t % 2;
+#pragma unroll decode_passes<F>()
+    for (int i = 0; i < 2; i++) {
+        const uint32_t row = (uint32_t)(t / 2 + i * (S::BM / 2));
+        const unit u = decode_raw<F>(take_row<F>(from, i), 2 * step + half);
+        uint32_t q[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            q[j] = l::offset ? matmul_less_offset(u.q[j], l::offset) : u.q[j];
+        }
+        u32x4 *to = (u32x4 *)(lds.w + row * S::ROW) + 2 * half;
+        lput(to, make4(q[0], q[1], q[2], q[3]));
+        lput(to + 1, make4(q[4], q[5], q[6], q[7]));
+#pragma unroll
+        for (int g = 0; g < S::GROUPS / 2; g++) {
+            lput(lds.w_scale + (half * S::GROUPS / 2 + g) * S::BM + row, u.scale[g]);
+            if (l::has_min) lput(lds.w_min + (half * S::GROUPS / 2 + g) * S::BM + row, u.min[g]);
+        }
+    }
+}
+template <int F>
+DEV void matmul_int8_store_x(const matmul_int8_lds &lds, const raw<ROCQ_Q8_0> &from) {
+    typedef matmul_int8_shape<F> S;
+    const uint32_t column = thread_index() / 2, half = thread_index() % 2;
+    u32x4 *to = (u32x4 *)(lds.x + column * S::ROW) + 2 * half;
+    lput(to, from.n);
+    lput(to + 1, from.c);
+    const float d = f16_f32((uint16_t)from.d.x);
+    lput(lds.x_scale + half * S::BN + column, d);
+    if (!block_layout<F>::has_min) return;
+    const uint32_t q[8] = {from.n.x, from.n.y, from.n.z, from.n.w,
+                           from.c.x, from.c.y, from.c.z, from.c.w};
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        sum = dot4((int)q[i], 0x01010101, sum);
+        if ((i + 1) % (16 / S::GROUPS) != 0) continue;
+        lput(lds.x_sum + (half * S::GROUPS / 2 + i * S::GROUPS / 16) * S::BN + column,
+             d * (float)sum);
+        sum = 0;
+    }
+}
+
+template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
+    typedef matmul_int8_shape<F> S;
+    enum { BM = S::BM, BN = S::BN, ROW = S::ROW, TM = S::TM, TN = S::TN };
+    enum { GROUPS = S::GROUPS, GROUP = S::GROUP };
+    const bool has_min = block_layout<F>::has_min;
+    LDS(u32x4, tile, S::CODES / 16 + S::FLOATS / 4);
     static_assert(16 * matmul_pass_floats<TM>() <= (int)sizeof(tile), "matmul_finish's work");
-    float *const ws = (float *)tile + CODES / 4;
-    float *const xs = ws + XS, *const wmin = ws + WMIN, *const xsum = ws + XSUM;
     int8_t *const wt = (int8_t *)tile, *const xt = wt + BM * ROW;
+    float *const ws = (float *)tile + S::CODES / 4, *const xs = ws + S::XS;
+    float *const wmin = ws + S::WMIN, *const xsum = ws + S::XSUM;
+    const matmul_int8_lds lds = {wt, xt, ws, xs, wmin, xsum};
     if (a.tiles_m == 0) return;
     const uint32_t row_units = (uint32_t)(a.k / 32);
     const matmul_place at = matmul_place_of(a, BM, BN, (row_units + 1) / 2);
     const int t = (int)thread_index(), wave = matmul_wave();
-    const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
+    const int wm = wave % (BM / S::WM) * S::WM, wn = wave / (BM / S::WM) * S::WN;
     const uint32_t w_last = (uint32_t)(a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
     const uint32_t x_last = (uint32_t)(a.n - at.n0 < BN ? a.n - at.n0 : BN) - 1;
     const planes<F> wp = planes_at(planes_of<F>(a.w, a.w_units, a.format), at.w_row * row_units);
@@ -5216,7 +5275,6 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     const uint32_t w_unit = (uint32_t)t / 2 * row_units;
     const uint32_t column = (uint32_t)t / 2, half = (uint32_t)t % 2;
     const uint32_t x_unit = (column < x_last ? column : x_last) * row_units;
-
     raw<F> wr[2];
     raw<ROCQ_Q8_0> xr;
     const auto load = [&](uint32_t step) {
@@ -5229,95 +5287,59 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
         }
         xr = load_raw(xp, x_unit + u);
     };
-    const auto store = [&](uint32_t step) {
-#pragma unroll decode_passes<F>()
-        for (int i = 0; i < 2; i++) {
-            const uint32_t row = (uint32_t)(t / 2 + i * (BM / 2));
-            const unit u = decode_raw<F>(take_row<F>(wr, i), 2 * step + half);
-            uint32_t q[8];
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                q[j] = l::offset ? matmul_less_offset(u.q[j], l::offset) : u.q[j];
-            }
-            u32x4 *to = (u32x4 *)(wt + row * ROW) + 2 * half;
-            lput(to, make4(q[0], q[1], q[2], q[3]));
-            lput(to + 1, make4(q[4], q[5], q[6], q[7]));
-#pragma unroll
-            for (int g = 0; g < GROUPS / 2; g++) {
-                lput(ws + (half * GROUPS / 2 + g) * BM + row, u.scale[g]);
-                if (l::has_min) lput(wmin + (half * GROUPS / 2 + g) * BM + row, u.min[g]);
-            }
-        }
-        u32x4 *to = (u32x4 *)(xt + column * ROW) + 2 * half;
-        lput(to, xr.n);
-        lput(to + 1, xr.c);
-        const float d = f16_f32((uint16_t)xr.d.x);
-        lput(xs + half * BN + column, d);
-        if (l::has_min) {
-            const uint32_t q[8] = {xr.n.x, xr.n.y, xr.n.z, xr.n.w, xr.c.x, xr.c.y, xr.c.z, xr.c.w};
-            int sum = 0;
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                sum = dot4((int)q[i], 0x01010101, sum);
-                if ((i + 1) % (16 / GROUPS) != 0) continue;
-                lput(xsum + (half * GROUPS / 2 + i * GROUPS / 16) * BN + column, d * (float)sum);
-                sum = 0;
-            }
-        }
-    };
 
     const bool has_work = at.m0 + wm < a.m && at.n0 + wn < a.n; // of the wave
     frag_c c[TM][TN];
     matmul_clear(c);
     load(at.begin);
     for (uint32_t step = at.begin; step < at.end; step++) {
-        store(step);
+        matmul_int8_store_w<F>(lds, wr, step);
+        matmul_int8_store_x<F>(lds, xr);
         block_sync_lds();
         load(step + 1 < at.end ? step + 1 : step);
         const int n_groups = !has_work ? 0 : 2 * step + 1 < row_units ? GROUPS : GROUPS / 2;
 #pragma unroll 1
         for (int g = 0; g < n_groups; g++) {
-            const int wide = BK / GROUPS; // elements of a group
-            frag_i8 fx[TN][BK / GROUPS / 16];
+            frag_i8 fx[TN][GROUP / 16];
             float sx[TN][FRAG_SLOTS], sum[TN][FRAG_SLOTS];
 #pragma unroll
             for (int j = 0; j < TN; j++) {
 #pragma unroll
-                for (int h = 0; h < wide / 16; h++) {
-                    fx[j][h] = frag_i8_load(xt + (wn + 16 * j) * ROW + wide * g + 16 * h, ROW);
+                for (int h = 0; h < GROUP / 16; h++) {
+                    fx[j][h] = frag_i8_load(xt + (wn + 16 * j) * ROW + GROUP * g + 16 * h, ROW);
                 }
 #pragma unroll
                 for (int s = 0; s < FRAG_SLOTS; s++) {
                     const int n = wn + 16 * j + frag_slot_col(s);
                     sx[j][s] = lget(xs + g / (GROUPS / 2) * BN + n);
-                    if (l::has_min) sum[j][s] = lget(xsum + g * BN + n);
+                    if (has_min) sum[j][s] = lget(xsum + g * BN + n);
                 }
             }
 #pragma unroll
             for (int i = 0; i < TM; i++) {
-                frag_i8 fw[BK / GROUPS / 16];
+                frag_i8 fw[GROUP / 16];
                 float sw[8], min[8];
 #pragma unroll
-                for (int h = 0; h < wide / 16; h++) {
-                    fw[h] = frag_i8_load(wt + (wm + 16 * i) * ROW + wide * g + 16 * h, ROW);
+                for (int h = 0; h < GROUP / 16; h++) {
+                    fw[h] = frag_i8_load(wt + (wm + 16 * i) * ROW + GROUP * g + 16 * h, ROW);
                 }
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     const int m = wm + 16 * i + frag_row(v);
                     sw[v] = lget(ws + g * BM + m);
-                    if (l::has_min) min[v] = lget(wmin + g * BM + m);
+                    if (has_min) min[v] = lget(wmin + g * BM + m);
                 }
 #pragma unroll
                 for (int j = 0; j < TN; j++) {
                     frag_ci ci = {{0, 0, 0, 0, 0, 0, 0, 0}};
 #pragma unroll
-                    for (int h = 0; h < wide / 16; h++) wmma_i8(ci, fw[h], fx[j][h]);
+                    for (int h = 0; h < GROUP / 16; h++) wmma_i8(ci, fw[h], fx[j][h]);
 #pragma unroll
                     for (int v = 0; v < 8; v++) {
                         float *x = &c[i][j].v[v];
                         const int s = frag_slot(v);
                         *x = fmaf((float)ci.v[v], sw[v] * sx[j][s], *x);
-                        if (l::has_min) *x = fmaf(-min[v], sum[j][s], *x);
+                        if (has_min) *x = fmaf(-min[v], sum[j][s], *x);
                     }
                 }
             }
