@@ -5430,6 +5430,33 @@ DEV void matmul_multiply_f32(float (&c)[8][8], const float *w, const float *x, i
     }
 }
 
+enum { MATMUL_F32_STRIDE = ROCQ_K_MATMUL_M + 4 }; // of LDS, in floats
+
+// Stores a thread's sums, by way of LDS, in which each pass has 16 columns of the tile.
+DEV void matmul_f32_finish(const rocq_k_matmul_args &a, const matmul_place &at,
+                           const float (&c)[8][8], float *work, int tm, int tn) {
+    enum { STRIDE = MATMUL_F32_STRIDE };
+    const int wave = matmul_wave();
+#pragma unroll 1
+    for (int pass = 0; pass < 8; pass++) { // one of every thread's 8 columns
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            if (j != pass) continue;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                lput(work + tn * STRIDE + i / 4 * 64 + 4 * tm + i % 4, c[i][j]);
+            }
+        }
+        block_sync_lds();
+#pragma unroll 1
+        for (int column = wave; column < 16; column += 8) {
+            const int64_t n = at.n0 + pass / 4 * 64 + 4 * column + pass % 4;
+            if (n < a.n) matmul_put_sums<4>(a, at, work + column * STRIDE, at.m0, n);
+        }
+        block_sync_lds();
+    }
+}
+
 // matmul_f32: x and products in F32, for any format of w: the precision of the CPU's F32.
 //
 // A block of 256 threads has 128 rows by 128 columns. A thread has 8 by 8 of them: 4 rows from 4 tm
@@ -5440,7 +5467,9 @@ DEV void matmul_multiply_f32(float (&c)[8][8], const float *w, const float *x, i
 // multiply-adds, which gfx11 issues in pairs, or 3 for 32 where a tile has at most 64 columns. The
 // format is a uniform branch in each step.
 KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
-    enum { BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_F32_N, BK = 32, STRIDE = BM + 4 };
+    enum {
+        BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_F32_N, BK = 32, STRIDE = MATMUL_F32_STRIDE
+    };
     static_assert(BM == BN, "rows and columns are shared out alike");
     LDS(float, wt, BK * STRIDE);
     LDS(float, xt, BK * STRIDE);
@@ -5508,24 +5537,7 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
         else matmul_multiply_f32<2>(c, wt + 4 * tm, xt + 4 * tn, STRIDE, BK);
         block_sync_lds();
     }
-#pragma unroll 1
-    for (int pass = 0; pass < 8; pass++) { // one of every thread's 8 columns
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            if (j != pass) continue;
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                lput(wt + tn * STRIDE + i / 4 * 64 + 4 * tm + i % 4, c[i][j]);
-            }
-        }
-        block_sync_lds();
-#pragma unroll 1
-        for (int column = wave; column < 16; column += 8) {
-            const int64_t n = at.n0 + pass / 4 * 64 + 4 * column + pass % 4;
-            if (n < a.n) matmul_put_sums<4>(a, at, wt + column * STRIDE, at.m0, n);
-        }
-        block_sync_lds();
-    }
+    matmul_f32_finish(a, at, c, wt, tm, tn);
 }
 
 // ---------------------------------------------------------------------------------------------
