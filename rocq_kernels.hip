@@ -7326,6 +7326,92 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
 ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
 
+// LDS of attend_tiles: chunks of 64 elements of Q, K and V, then P of each group.
+template <int D> struct attend_tiles_shape {
+    enum { TILE = 64, CHUNKS = D / 64, CHUNK = 64 * 64, HALF = D / 2, TILES = 3 * CHUNKS + 2 };
+    static_assert(TILES * CHUNK * 2 == ROCQ_K_ATTENTION_LDS_BYTES, "what a launch asks for");
+    static_assert(8 * 16 * (HALF + 8) * 4 + TILE * 8 <= ROCQ_K_ATTENTION_LDS_BYTES, "results");
+};
+// What a wave has of its 16 queries, as in attend_state.
+template <int D> struct attend_tiles_state {
+    frag_c o[1][attend_tiles_shape<D>::HALF / 16];
+    float m[FRAG_ROW_SLOTS], l[FRAG_ROW_SLOTS];
+};
+// As attend_weigh, for a tile whose positions are from `first` on; those from n on do not exist.
+// The group's P goes to p_tile.
+template <int D>
+DEV void attend_tiles_weigh(attend_tiles_state<D> &c,
+                            frag_c (&s)[1][attend_tiles_shape<D>::TILE / 16], float factor,
+                            int first, int n, f16 *p_tile) {
+    typedef attend_tiles_shape<D> S;
+    float top[FRAG_ROW_SLOTS];
+    bool moves = false;
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) top[i] = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 8 * (S::TILE / 16); i++) {
+        float &x = s[0][i / 8].v[i % 8];
+        if (first + S::TILE > n && first + 16 * (i / 8) + frag_col(i % 8) >= n) x = -INFINITY;
+        top[frag_row_slot(i % 8)] = fmaxf(top[frag_row_slot(i % 8)], x);
+    }
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+        top[i] = frag_row_max(top[i]) * factor;
+        moves = moves || top[i] > c.m[i] + 8.0f;
+    }
+    if (wave_ballot(moves) != 0) {
+#pragma unroll
+        for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+            const float to = top[i] > c.m[i] + 8.0f ? top[i] : c.m[i];
+            top[i] = attend_keep(c.m[i], to);
+            c.l[i] *= top[i];
+            c.m[i] = to;
+        }
+#pragma unroll
+        for (int i = 0; i < 8 * (S::HALF / 16); i++)
+            c.o[0][i / 8].v[i % 8] *= top[frag_row_slot(i % 8)];
+    }
+#pragma unroll
+    for (int i = 0; i < S::TILE / 16; i++) {
+#pragma unroll
+        for (int v = 0; v < 8; v++) {
+            float &x = s[0][i].v[v];
+            const float base = c.m[frag_row_slot(v)];
+            x = exp2_fast(fmaf(x, factor, base == -INFINITY ? 0.0f : -base));
+            c.l[frag_row_slot(v)] += x;
+        }
+        frag_put_halves(s[0][i], [&](int row, int col) {
+            row += matmul_wave() % 4 * 16;
+            return p_tile + row * 64 + ((2 * i + col / 8) ^ (row & 7)) * 8 + col % 8;
+        });
+    }
+}
+
+// Divides the sums of the block's queries by l and stores them.
+template <int D>
+DEV void attend_tiles_finish(const rocq_k_attention_args &a, const attend_task &t,
+                             const attend_tiles_state<D> &c, int n_there, float *lds) {
+    typedef attend_tiles_shape<D> S;
+    const int wave = matmul_wave();
+    float *const m_l = lds + 8 * 16 * (S::HALF + 8);
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+        const float sum = frag_row_sum(c.l[i]);
+        if (wave < 4) { // the other group has the same
+            lput((u32x2 *)m_l + wave * 16 + frag_slot_row(i),
+                 make2(bits<uint32_t>(c.m[i]), bits<uint32_t>(sum)));
+        }
+    }
+    block_sync_lds();
+    lds_finish<S::HALF>(c.o[0], lds, [](int, int) { return lds_loaded(); },
+                        [&](int row, int col, const lds_loaded &, float (&x)[4]) {
+        const int query = row % S::TILE;
+        const u32x2 of = lget((const u32x2 *)m_l + query);
+        attend_put_out(a, t, t.column0 + query, row / S::TILE * S::HALF + col, query < n_there,
+                       bits<float>(of.x), bits<float>(of.y), x);
+    });
+}
+
 // Prefill of D = 512 where four waves multiply straight from LDS (WMMA_TILES), without what
 // rocq__attention_lds excludes: two groups of four waves for 64 queries, in KV tiles of 64
 // positions. Here rows are queries:
@@ -7333,14 +7419,14 @@ ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 //   O += P V    [query][d]: P goes through LDS; each group has half of O
 // K of the next tile is copied while P and O are computed, V of the next while S is.
 template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
-    typedef attend_prefill_shape<D> S;
-    enum { TILE = 64, CHUNKS = D / 64, CHUNK = 64 * 64, HALF = D / 2, TILES = 3 * CHUNKS + 2 };
-    static_assert(TILES * CHUNK * 2 == ROCQ_K_ATTENTION_LDS_BYTES && TILE == S::COLUMNS, "LDS");
-    static_assert(8 * 16 * (HALF + 8) * 4 + TILE * 8 <= ROCQ_K_ATTENTION_LDS_BYTES, "results");
+    typedef attend_tiles_shape<D> S;
+    static_assert(S::TILE == attend_prefill_shape<D>::COLUMNS, "the host cuts columns so");
+    enum { TILE = S::TILE, CHUNKS = S::CHUNKS, CHUNK = S::CHUNK };
     LDS_GRANTED(u32x4, lds, ROCQ_K_ATTENTION_LDS_BYTES / 16);
     if (a.n_splits == 0) return;
-    const int wave = matmul_wave(), group = wave / 4, n = a.n_kv;
-    const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
+    const int group = matmul_wave() / 4, n = a.n_kv;
+    const attend_task t =
+        attend_task_of<attend_prefill_shape<D>>(a, (int)(block_index() + a.common.block0));
     const int n_there = min(a.n_q - t.column0, (int)TILE);
     f16 *const q_tile = (f16 *)lds, *const k_tile = q_tile + CHUNKS * CHUNK,
         *const v_tile = k_tile + CHUNKS * CHUNK, *const p_tile = v_tile + (CHUNKS + group) * CHUNK;
@@ -7362,13 +7448,12 @@ template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
     load_k(0);
     load_v(0);
     const float factor = attend_score_of(a).factor;
-    frag_c o[1][HALF / 16];
-    matmul_clear(o);
-    float m[FRAG_ROW_SLOTS], l[FRAG_ROW_SLOTS];
+    attend_tiles_state<D> state;
+    matmul_clear(state.o);
 #pragma unroll
     for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
-        m[i] = -INFINITY;
-        l[i] = 0.0f;
+        state.m[i] = -INFINITY;
+        state.l[i] = 0.0f;
     }
 #pragma unroll 1
     for (int first = 0; first < n; first += TILE) {
@@ -7389,78 +7474,21 @@ template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
         block_sync_lds();
         load_k(first + TILE);
 
-        float top[FRAG_ROW_SLOTS];
-        bool moves = false;
-#pragma unroll
-        for (int i = 0; i < FRAG_ROW_SLOTS; i++) top[i] = -INFINITY;
-#pragma unroll
-        for (int i = 0; i < 8 * (TILE / 16); i++) {
-            float &x = s[0][i / 8].v[i % 8];
-            if (first + TILE > n && first + 16 * (i / 8) + frag_col(i % 8) >= n) x = -INFINITY;
-            top[frag_row_slot(i % 8)] = fmaxf(top[frag_row_slot(i % 8)], x);
-        }
-#pragma unroll
-        for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
-            top[i] = frag_row_max(top[i]) * factor;
-            moves = moves || top[i] > m[i] + 8.0f;
-        }
-        if (wave_ballot(moves) != 0) {
-#pragma unroll
-            for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
-                const float to = top[i] > m[i] + 8.0f ? top[i] : m[i];
-                top[i] = attend_keep(m[i], to);
-                l[i] *= top[i];
-                m[i] = to;
-            }
-#pragma unroll
-            for (int i = 0; i < 8 * (HALF / 16); i++)
-                o[0][i / 8].v[i % 8] *= top[frag_row_slot(i % 8)];
-        }
-#pragma unroll
-        for (int i = 0; i < TILE / 16; i++) {
-#pragma unroll
-            for (int v = 0; v < 8; v++) {
-                float &x = s[0][i].v[v];
-                const float base = m[frag_row_slot(v)];
-                x = exp2_fast(fmaf(x, factor, base == -INFINITY ? 0.0f : -base));
-                l[frag_row_slot(v)] += x;
-            }
-            frag_put_halves(s[0][i], [&](int row, int col) {
-                row += wave % 4 * 16;
-                return p_tile + row * 64 + ((2 * i + col / 8) ^ (row & 7)) * 8 + col % 8;
-            });
-        }
+        attend_tiles_weigh<D>(state, s, factor, first, n, p_tile);
         copies_wait<1>(); // V is there, K of the next tile is under way
         lds_written();
         block_sync_lds();
         wmma_lds_begin();
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            wmma_tile<false, true>(o[0], p_tile, v_tile + group * (CHUNKS / 2 * CHUNK), i);
+            wmma_tile<false, true>(state.o[0], p_tile, v_tile + group * (CHUNKS / 2 * CHUNK), i);
         wmma_lds_end();
         wmma_lds_wait();
         block_sync_lds();
         load_v(first + TILE);
     }
     copies_wait<0>();
-
-    float *const m_l = (float *)lds + 8 * 16 * (HALF + 8);
-#pragma unroll
-    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
-        const float sum = frag_row_sum(l[i]);
-        if (group == 0) {
-            lput((u32x2 *)m_l + wave * 16 + frag_slot_row(i),
-                 make2(bits<uint32_t>(m[i]), bits<uint32_t>(sum)));
-        }
-    }
-    block_sync_lds();
-    lds_finish<HALF>(o[0], (float *)lds, [](int, int) { return lds_loaded(); },
-                     [&](int row, int col, const lds_loaded &, float (&x)[4]) {
-        const int query = row % TILE;
-        const u32x2 of = lget((const u32x2 *)m_l + query);
-        attend_put_out(a, t, t.column0 + query, row / TILE * HALF + col, query < n_there,
-                       bits<float>(of.x), bits<float>(of.y), x);
-    });
+    attend_tiles_finish<D>(a, t, state, n_there, (float *)lds);
 }
 KERNEL_WAVES(attention_lds_512, rocq_k_attention_args, 256, 2) {
     if constexpr (WMMA_TILES) attend_tiles<512>(a);
