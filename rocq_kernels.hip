@@ -6420,20 +6420,22 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     }
 }
 
+// Positions that a sequence has. A length out of range sets a status bit.
+DEV int attend_length(const rocq_k_attention_args &a, int seq) {
+    if (!a.kv_len) return a.n_kv;
+    const int len = wave_read(gload(a.kv_len + seq), 0);
+    if (len >= 1 && len <= a.n_kv) return len;
+    if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_LENGTH);
+    return len < 1 ? 1 : a.n_kv;
+}
+
 // The positions from begin to end - 1 that a block works on: one of the n_runs runs, each of whole
 // rounds, into which what its columns see is cut. len: positions that the sequence has.
 struct attend_run { int len, begin, end, n_runs; };
 template <typename S>
 DEV attend_run attend_run_of(const rocq_k_attention_args &a, const attend_task &t) {
     attend_run r;
-    r.len = a.n_kv;
-    if (a.kv_len) {
-        r.len = gload(a.kv_len + t.seq);
-        if (r.len < 1 || r.len > a.n_kv) {
-            if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_LENGTH);
-            r.len = r.len < 1 ? 1 : a.n_kv;
-        }
-    }
+    r.len = attend_length(a, t.seq);
     const int column_end = min(t.column0 + (int)S::COLUMNS, a.group * a.n_q);
     r.begin = attend_low(a, r.len, attend_column_of(a, t.column0).query);
     r.end = attend_high(a, r.len, attend_column_of(a, column_end - 1).query);
@@ -6734,329 +6736,449 @@ template <int mask, int N> DEV void attend_halve(float (&v)[8]) {
     }
 }
 
-template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
-    typedef attend_step_shape<D> S;
-    LDS(u32x4, lds, S::BYTES / 16);
-    if (a.n_splits == 0) return;
-    char *const at = (char *)lds;
-    f16 *const q_row = (f16 *)at;
-    float *const sine = (float *)(at + S::ANGLES_AT), *const cosine = sine + D / 2;
-    float *const all_m = (float *)(at + S::M_AT), *const all_l = all_m + S::WAVES;
-    float *const sums = (float *)(at + S::SUMS_AT);
-    const int thread = (int)thread_index(), lane = lane_index(), wave = wave_read(wave_index(), 0);
-    const int chunk = lane % S::LANES, group = lane / S::LANES;
-    float *const weights = (float *)(at + S::WEIGHTS_AT) + S::TILE * wave;
-    int32_t *const rows = (int32_t *)(at + S::ROWS_AT) + S::TILE * wave;
-
+// What a block works on: run `run` of one head's positions. split counts the blocks of its KV head.
+struct attend_step_task { int split, seq, kv_head, run, head; };
+DEV attend_step_task attend_step_task_of(const rocq_k_attention_args &a) {
     const uint32_t block = block_index() + a.common.block0, n_splits = (uint32_t)a.n_splits;
     const uint32_t tile_index = n_splits == 1 ? block : block / n_splits;
-    const int split = (int)(block - tile_index * n_splits);
-    const int seq = a.n_seqs == 1 ? 0 : (int)(tile_index / (uint32_t)a.n_kv_heads);
-    const int kv_head = (int)tile_index - seq * a.n_kv_heads;
-    const int run = (int)((uint32_t)split / (uint32_t)a.group);
-    const int head = kv_head * a.group + split - run * a.group;
+    attend_step_task t;
+    t.split = (int)(block - tile_index * n_splits);
+    t.seq = a.n_seqs == 1 ? 0 : (int)(tile_index / (uint32_t)a.n_kv_heads);
+    t.kv_head = (int)tile_index - t.seq * a.n_kv_heads;
+    t.run = (int)((uint32_t)t.split / (uint32_t)a.group);
+    t.head = t.kv_head * a.group + t.split - t.run * a.group;
+    return t;
+}
 
-    // A thread has a quad of Q, or of the new K or of the new V.
-    const bool append = a.rotation.pos != 0;
-    const int n_quads = (append ? 3 : 1) * S::QUADS;
-    rotation_quad quad = {};
-    if (thread < n_quads) {
-        const int item = thread / S::QUADS, half = a.rotation.n_dims / 2;
-        const float *const row = (const float *)(item == 0   ? row_of(a.q, head, 0, seq)
-                                                 : item == 1 ? row_of(a.append[0], kv_head, 0, 0)
-                                                             : row_of(a.append[1], kv_head, 0, 0));
-        quad.k = 4 * (thread % S::QUADS);
-        quad.count = 4;
-        quad.rotated = item > 1 ? 0 : 2 * half - quad.k;
-        const u32x4 v = gload((const u32x4 *)(row + quad.k));
-        u32x4 p = make4(v.y, v.x, v.w, v.z);
-        if (a.rotation.neox && quad.rotated > 0)
-            p = gload((const u32x4 *)(row + (quad.k < half ? quad.k + half : quad.k - half)));
-        floats4(ROCQ_F32, v, quad.v);
-        floats4(ROCQ_F32, p, quad.p);
-    }
-    int position = 0, cell = -1, len = a.n_kv;
-    if (append) {
-        position = gload(a.rotation.pos);
-        cell = wave_read(gload(a.rotation.cell), 0);
-    }
-    if (a.kv_len) {
-        len = wave_read(gload(a.kv_len + seq), 0);
-        if (len < 1 || len > a.n_kv) {
-            if (thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_LENGTH);
-            len = len < 1 ? 1 : a.n_kv;
-        }
-    }
-    // In a short head two or three runs save no more time than merging them takes.
+// A thread's part, and where things are in LDS.
+template <int D> struct attend_step_place {
+    int thread, lane, wave;
+    int chunk, group; // the lane has elements 8 chunk to 8 chunk + 7 of the rows of its group
+    int own;          // it weighs positions own and own + 8 of a tile
+    f16 *q_row;       // then the new rows of K and V
+    float *sine, *cosine;
+    float *weights;   // of the wave's tile, and the rows of its positions where they are in pages
+    int32_t *rows;
+    float *m, *l;     // of each wave
+    uint32_t *word;
+    float *sums;      // o of each wave
+};
+template <int D> DEV attend_step_place<D> attend_step_place_of(u32x4 *lds) {
+    typedef attend_step_shape<D> S;
+    char *const at = (char *)lds;
+    attend_step_place<D> p;
+    p.thread = (int)thread_index();
+    p.lane = lane_index();
+    p.wave = wave_read(wave_index(), 0);
+    p.chunk = p.lane % S::LANES;
+    p.group = p.lane / S::LANES;
+    p.own = S::POSITIONS * p.group + p.chunk / (S::LANES / 8);
+    p.q_row = (f16 *)at;
+    p.sine = (float *)(at + S::ANGLES_AT);
+    p.cosine = p.sine + D / 2;
+    p.weights = (float *)(at + S::WEIGHTS_AT) + S::TILE * p.wave;
+    p.rows = (int32_t *)(at + S::ROWS_AT) + S::TILE * p.wave;
+    p.m = (float *)(at + S::M_AT);
+    p.l = p.m + S::WAVES;
+    p.word = (uint32_t *)(at + S::WORD_AT);
+    p.sums = (float *)(at + S::SUMS_AT);
+    return p;
+}
+
+// Loads the thread's quad of Q, or of the new K or of the new V.
+template <int D>
+DEV rotation_quad attend_step_load(const rocq_k_attention_args &a, const attend_step_task &t,
+                                   int thread) {
+    typedef attend_step_shape<D> S;
+    const int item = thread / S::QUADS, half = a.rotation.n_dims / 2;
+    const float *const row =
+        (const float *)(item == 0   ? row_of(a.q, t.head, 0, t.seq)
+                        : item == 1 ? row_of(a.append[0], t.kv_head, 0, 0)
+                                    : row_of(a.append[1], t.kv_head, 0, 0));
+    rotation_quad quad;
+    quad.k = 4 * (thread % S::QUADS);
+    quad.count = 4;
+    quad.rotated = item > 1 ? 0 : 2 * half - quad.k;
+    const u32x4 v = gload((const u32x4 *)(row + quad.k));
+    u32x4 p = make4(v.y, v.x, v.w, v.z);
+    if (a.rotation.neox && quad.rotated > 0)
+        p = gload((const u32x4 *)(row + (quad.k < half ? quad.k + half : quad.k - half)));
+    floats4(ROCQ_F32, v, quad.v);
+    floats4(ROCQ_F32, p, quad.p);
+    return quad;
+}
+
+// The runs of a head that has len positions, and the one that is the block's.
+template <int D>
+DEV attend_run attend_step_run_of(const rocq_k_attention_args &a, int len, int run) {
+    typedef attend_step_shape<D> S;
     enum { ROUND = S::TILE * S::WAVES };
+    // In a short head two or three runs save no more time than merging them takes.
     const int most = min(len / ROUND, a.step);
     const int n = most < 4 && len <= ROCQ_K_STEP_RUN ? 1 : max(most, 1);
     const int length = ((len + n - 1) / n + S::TILE - 1) / S::TILE * S::TILE;
-    const int n_runs = (len + length - 1) / length;
-    if (run >= n_runs) return;
-    const int begin = run * length, end = min(begin + length, len);
+    const int begin = run * length;
+    return {len, begin, min(begin + length, len), (len + length - 1) / length};
+}
 
-    const bool paged = a.page_table != 0;
-    const char *const k_base = row_of(a.k, kv_head, 0, paged ? 0 : seq),
-                     *const v_base = row_of(a.v, kv_head, 0, paged ? 0 : seq);
-    // The mask tells the compiler that 24-bit products do, each of which is one instruction.
-    const uint32_t k_step = (uint32_t)a.k.stride[1] & 0xffffff,
-                   v_step = (uint32_t)a.v.stride[1] & 0xffffff;
-    const uint32_t chunk_at = 16u * (uint32_t)chunk;
-    // In each half of its group's positions, the lane weighs one.
-    const int own = S::POSITIONS * group + chunk / (S::LANES / 8);
-    const float factor = a.scale * 1.44269504f;
-    // A tile of the wave. Positions past the end have the row of the last one.
-    int first = begin + wave * S::TILE;
-    u32x4 k[S::POSITIONS], v[S::POSITIONS];
-    const auto fetch = [&]() {
-        const int last = end - 1 - first, r0 = S::POSITIONS * (recomputed(lane) / S::LANES);
-        if (!paged) {
-            const char *const k_tile = k_base + (uint64_t)(uint32_t)first * k_step,
-                             *const v_tile = v_base + (uint64_t)(uint32_t)first * v_step;
+// K and V of the block's KV head; where its run ends; the cell of the new position, or -1.
+struct attend_step_kv {
+    const char *k, *v;
+    uint32_t k_step, v_step;
+    bool paged;
+    int seq, cell, end;
+};
+// A tile of the wave, from position `first` on: the lane's elements of its group's rows.
+template <int D> struct attend_step_tile {
+    int first;
+    u32x4 k[attend_step_shape<D>::POSITIONS], v[attend_step_shape<D>::POSITIONS];
+};
+// Loads the tile. Positions past the end have the row of the last one.
+template <int D>
+DEV void attend_step_fetch(attend_step_tile<D> &tile, const rocq_k_attention_args &a,
+                           const attend_step_kv &kv, const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    const int last = kv.end - 1 - tile.first,
+              r0 = S::POSITIONS * (recomputed(at.lane) / S::LANES);
+    const uint32_t chunk_at = 16u * (uint32_t)at.chunk;
+    if (!kv.paged) {
+        const char *const k_tile = kv.k + (uint64_t)(uint32_t)tile.first * kv.k_step,
+                         *const v_tile = kv.v + (uint64_t)(uint32_t)tile.first * kv.v_step;
 #pragma unroll
-            for (int p = 0; p < S::POSITIONS; p++) {
-                const uint32_t r = (uint32_t)min(r0 + p, last) & (S::TILE - 1);
-                k[p] = gload((const u32x4 *)(k_tile + (r * k_step + chunk_at)));
-            }
-#pragma unroll
-            for (int p = 0; p < S::POSITIONS; p++) {
-                const uint32_t r = (uint32_t)min(r0 + p, last) & (S::TILE - 1);
-                v[p] = gload((const u32x4 *)(v_tile + (r * v_step + chunk_at)));
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < S::TILE; i += ROCQ_K_WAVE) {
-                lput(rows + i + lane, attend_paged_row(a, seq, first + min(i + lane, last)));
-            }
-            wave_sync();
-#pragma unroll
-            for (int p = 0; p < S::POSITIONS; p++) {
-                const uint64_t r = (uint32_t)max(lget(rows + r0 + p), 0);
-                k[p] = gload((const u32x4 *)(k_base + (r * k_step + chunk_at)));
-                v[p] = gload((const u32x4 *)(v_base + (r * v_step + chunk_at)));
-            }
-            wave_sync(); // else clang joins these loads and those above, with addresses in VGPRs
+        for (int p = 0; p < S::POSITIONS; p++) {
+            const uint32_t r = (uint32_t)min(r0 + p, last) & (S::TILE - 1);
+            tile.k[p] = gload((const u32x4 *)(k_tile + (r * kv.k_step + chunk_at)));
         }
-    };
-    const bool idle = first >= end;
-    if (!idle) fetch();
-
-    // Q, and what a rope_append before attention does: the new rows of K and V are in LDS for those
-    // who read them.
-    for (int i = thread; i < a.rotation.n_dims / 2; i += S::THREADS) {
-        rotation_angle(a.rotation, position, i, sine, cosine);
-    }
-    block_sync_lds();
-    if (append && (cell < 0 || cell >= a.rotation.n_cells)) {
-        if (split == 0 && thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
-        cell = -1;
-    }
-    if (thread < n_quads) {
-        float y[4];
-        rotation_apply(a.rotation, quad, sine, cosine, y);
-        lput((u32x2 *)q_row + thread, make2(attend_pair(y[0], y[1]), attend_pair(y[2], y[3])));
-    }
-    block_sync_lds();
-    const u32x4 q = lget((const u32x4 *)q_row + chunk);
-    float o[8] = {}, m = -INFINITY, l = 0.0f;
-#pragma unroll 1
-    while (!idle) {
-        const int last = end - 1 - first;
-        if (cell >= 0 && (paged || (cell >= first && cell < min(first + S::TILE, end)))) {
-            const u32x4 *const fresh = (const u32x4 *)q_row + S::LANES + chunk;
-            const u32x4 new_k = lget(fresh), new_v = lget(fresh + S::LANES);
 #pragma unroll
-            for (int p = 0; p < S::POSITIONS; p++) {
-                const int r = S::POSITIONS * group + p;
-                if ((paged ? lget(rows + r) : first + min(r, last)) != cell) continue;
-                k[p] = new_k;
-                v[p] = new_v;
-            }
+        for (int p = 0; p < S::POSITIONS; p++) {
+            const uint32_t r = (uint32_t)min(r0 + p, last) & (S::TILE - 1);
+            tile.v[p] = gload((const u32x4 *)(v_tile + (r * kv.v_step + chunk_at)));
         }
-
-        float score[2];
-        const uint32_t q_word[4] = {q.x, q.y, q.z, q.w};
+    } else {
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float s[8];
-#pragma unroll
-            for (int p = 0; p < 8; p++) {
-                const u32x4 x = k[8 * h + p];
-                const uint32_t k_word[4] = {x.x, x.y, x.z, x.w};
-                s[p] = 0.0f;
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    s[p] = dot2(bits<f16x2>(k_word[i]), bits<f16x2>(q_word[i]), s[p]);
-                if (p % 4 == 3) keep_order();
-            }
-            attend_halve<S::LANES / 2, 8>(s);
-            attend_halve<S::LANES / 4, 4>(s);
-            attend_halve<S::LANES / 8, 2>(s);
-            score[h] = s[0];
-            if (S::LANES > 8) score[h] += wave_xor<1>(score[h]);
-            const bool seen = own + 8 * h <= last && (!paged || lget(rows + own + 8 * h) >= 0);
-            score[h] = seen ? score[h] * factor : -INFINITY;
-        }
-        float top = fmaxf(score[0], score[1]);
-        top = fmaxf(top, wave_xor<S::LANES / 2>(top));
-        top = fmaxf(top, wave_xor<S::LANES / 4>(top));
-        top = fmaxf(top, wave_xor<S::LANES / 8>(top));
-        const bool moves = top > m + 8.0f;
-        if (wave_ballot(moves) != 0) {
-            const float to = moves ? top : m, keep = attend_keep(m, to);
-            m = to;
-            l *= keep;
-#pragma unroll
-            for (int e = 0; e < 8; e++) o[e] *= keep;
-        }
-        wave_sync();
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const float weight = exp2_fast(score[h] - (m == -INFINITY ? 0.0f : m));
-            l += weight;
-            lput(weights + own + 8 * h, weight);
+        for (int i = 0; i < S::TILE; i += ROCQ_K_WAVE) {
+            const int position = tile.first + min(i + at.lane, last);
+            lput(at.rows + i + at.lane, attend_paged_row(a, kv.seq, position));
         }
         wave_sync();
 #pragma unroll
         for (int p = 0; p < S::POSITIONS; p++) {
-            if (p % 4 == 0) keep_order();
-            const float w = lget(weights + S::POSITIONS * group + p);
-            const uint32_t v_word[4] = {v[p].x, v[p].y, v[p].z, v[p].w};
-#pragma unroll
-            for (int e = 0; e < 8; e++) {
-                const float x = f16_f32((uint16_t)(v_word[e / 2] >> 16 * (e & 1)));
-                o[e] = fmaf(w, x, o[e]);
-            }
+            const uint64_t r = (uint32_t)max(lget(at.rows + r0 + p), 0);
+            tile.k[p] = gload((const u32x4 *)(kv.k + (r * kv.k_step + chunk_at)));
+            tile.v[p] = gload((const u32x4 *)(kv.v + (r * kv.v_step + chunk_at)));
         }
-        first += S::TILE * S::WAVES;
-        if (first >= end) break;
-        fetch();
+        wave_sync(); // else clang joins these loads and those above, with addresses in VGPRs
     }
+}
 
-    // The wave's groups of lanes, to LDS.
-    float top = m;
+// Q, and what a rope_append before attention does: rotates the thread's quad and puts it in LDS,
+// where the new rows of K and V are for those who read them.
+template <int D>
+DEV void attend_step_rotate(const rocq_k_attention_args &a, const attend_step_task &t,
+                            const rotation_quad &quad, bool has_quad, int position, int &cell,
+                            const attend_step_place<D> &at) {
+    for (int i = at.thread; i < a.rotation.n_dims / 2; i += attend_step_shape<D>::THREADS) {
+        rotation_angle(a.rotation, position, i, at.sine, at.cosine);
+    }
+    block_sync_lds();
+    if (a.rotation.pos && (cell < 0 || cell >= a.rotation.n_cells)) {
+        if (t.split == 0 && at.thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
+        cell = -1;
+    }
+    if (has_quad) {
+        float y[4];
+        rotation_apply(a.rotation, quad, at.sine, at.cosine, y);
+        lput((u32x2 *)at.q_row + at.thread,
+             make2(attend_pair(y[0], y[1]), attend_pair(y[2], y[3])));
+    }
+    block_sync_lds();
+}
+// Puts the new rows in a tile that was loaded before they were there.
+template <int D>
+DEV void attend_step_renew(attend_step_tile<D> &tile, const attend_step_kv &kv,
+                           const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    const int last = kv.end - 1 - tile.first;
+    if (kv.cell < 0 || !(kv.paged || (kv.cell >= tile.first &&
+                                      kv.cell < min(tile.first + S::TILE, kv.end)))) return;
+    const u32x4 *const fresh = (const u32x4 *)at.q_row + S::LANES + at.chunk;
+    const u32x4 new_k = lget(fresh), new_v = lget(fresh + S::LANES);
+#pragma unroll
+    for (int p = 0; p < S::POSITIONS; p++) {
+        const int r = S::POSITIONS * at.group + p;
+        if ((kv.paged ? lget(at.rows + r) : tile.first + min(r, last)) != kv.cell) continue;
+        tile.k[p] = new_k;
+        tile.v[p] = new_v;
+    }
+}
+// The first block stores the new rows in the caches, when none of its waves reads them any more.
+template <int D>
+DEV void attend_step_append(const rocq_k_attention_args &a, const attend_step_task &t, int cell,
+                            const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    if (!a.rotation.pos || cell < 0 || t.split != 0 || at.thread >= 2 * S::QUADS) return;
+    char *const row = at.thread < S::QUADS ? row_of(a.k, t.kv_head, cell, 0)
+                                           : row_of(a.v, t.kv_head, cell, 0);
+    gstore((u32x2 *)row + at.thread % S::QUADS,
+           lget((const u32x2 *)at.q_row + S::QUADS + at.thread));
+}
+
+// The scores of the lane's two positions, one in each half of its group's; q: its elements of Q.
+template <int D>
+DEV void attend_step_scores(float (&score)[2], const attend_step_tile<D> &tile, const u32x4 &q,
+                            float factor, const attend_step_kv &kv,
+                            const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    const int last = kv.end - 1 - tile.first;
+    const uint32_t q_word[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float s[8];
+#pragma unroll
+        for (int p = 0; p < 8; p++) {
+            const u32x4 x = tile.k[8 * h + p];
+            const uint32_t k_word[4] = {x.x, x.y, x.z, x.w};
+            s[p] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                s[p] = dot2(bits<f16x2>(k_word[i]), bits<f16x2>(q_word[i]), s[p]);
+            if (p % 4 == 3) keep_order();
+        }
+        attend_halve<S::LANES / 2, 8>(s);
+        attend_halve<S::LANES / 4, 4>(s);
+        attend_halve<S::LANES / 8, 2>(s);
+        score[h] = s[0];
+        if (S::LANES > 8) score[h] += wave_xor<1>(score[h]);
+        const int position = at.own + 8 * h;
+        const bool seen = position <= last && (!kv.paged || lget(at.rows + position) >= 0);
+        score[h] = seen ? score[h] * factor : -INFINITY;
+    }
+}
+// What a lane holds of its group's result: the sum of its elements of V, the maximum that it and l
+// are relative to, and the sum of the lane's own weights.
+struct attend_step_state { float o[8], m, l; };
+// Turns the scores into weights, which it adds to l and puts in LDS.
+template <int D>
+DEV void attend_step_weigh(attend_step_state &c, const float (&score)[2],
+                           const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    float top = fmaxf(score[0], score[1]);
+    top = fmaxf(top, wave_xor<S::LANES / 2>(top));
+    top = fmaxf(top, wave_xor<S::LANES / 4>(top));
+    top = fmaxf(top, wave_xor<S::LANES / 8>(top));
+    const bool moves = top > c.m + 8.0f;
+    if (wave_ballot(moves) != 0) {
+        const float to = moves ? top : c.m, keep = attend_keep(c.m, to);
+        c.m = to;
+        c.l *= keep;
+#pragma unroll
+        for (int e = 0; e < 8; e++) c.o[e] *= keep;
+    }
+    wave_sync();
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float weight = exp2_fast(score[h] - (c.m == -INFINITY ? 0.0f : c.m));
+        c.l += weight;
+        lput(at.weights + at.own + 8 * h, weight);
+    }
+    wave_sync();
+}
+// o += P V
+template <int D>
+DEV void attend_step_multiply_v(attend_step_state &c, const attend_step_tile<D> &tile,
+                                const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+#pragma unroll
+    for (int p = 0; p < S::POSITIONS; p++) {
+        if (p % 4 == 0) keep_order();
+        const float w = lget(at.weights + S::POSITIONS * at.group + p);
+        const u32x4 v = tile.v[p];
+        const uint32_t v_word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const float x = f16_f32((uint16_t)(v_word[e / 2] >> 16 * (e & 1)));
+            c.o[e] = fmaf(w, x, c.o[e]);
+        }
+    }
+}
+
+// Adds up the wave's groups of lanes and leaves o, m and l of the wave in LDS.
+template <int D>
+DEV void attend_step_add_groups(attend_step_state &c, const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    float top = c.m;
     if (S::LANES <= 8) top = fmaxf(top, wave_xor<8>(top));
     top = fmaxf(top, wave_xor<16>(top));
-    const float keep = attend_keep(m, top);
-    l *= keep;
+    const float keep = attend_keep(c.m, top);
+    float l = c.l * keep;
     if (S::LANES <= 8) l += wave_xor<1>(l); // the other lanes have another position's weights
     l += wave_xor<2>(l);
     l += wave_xor<4>(l);
     l += wave_xor<8>(l);
     l += wave_xor<16>(l);
 #pragma unroll
-    for (int e = 0; e < 8; e++) o[e] *= keep;
-    attend_halve<16, 8>(o);
-    if (S::GROUPS > 2) attend_halve<8, 4>(o);
-    float *const to = sums + D * wave + 8 * chunk + (lane & 16 ? 4 : 0) +
-                      (S::GROUPS > 2 && (lane & 8) ? 2 : 0);
+    for (int e = 0; e < 8; e++) c.o[e] *= keep;
+    attend_halve<16, 8>(c.o);
+    if (S::GROUPS > 2) attend_halve<8, 4>(c.o);
+    float *const to = at.sums + D * at.wave + 8 * at.chunk + (at.lane & 16 ? 4 : 0) +
+                      (S::GROUPS > 2 && (at.lane & 8) ? 2 : 0);
 #pragma unroll
     for (int e = 0; e < S::KEPT; e += 2)
-        lput((u32x2 *)(to + e), make2(bits<uint32_t>(o[e]), bits<uint32_t>(o[e + 1])));
-    lput(all_m + wave, top);
-    lput(all_l + wave, l);
-    block_sync_lds();
-    // The first block stores the new rows in the caches, now that none of its waves reads them.
-    if (append && cell >= 0 && split == 0 && thread < 2 * S::QUADS) {
-        char *const row = thread < S::QUADS ? row_of(a.k, kv_head, cell, 0)
-                                            : row_of(a.v, kv_head, cell, 0);
-        gstore((u32x2 *)row + thread % S::QUADS, lget((const u32x2 *)q_row + S::QUADS + thread));
+        lput((u32x2 *)(to + e), make2(bits<uint32_t>(c.o[e]), bits<uint32_t>(c.o[e + 1])));
+    lput(at.m + at.wave, top);
+    lput(at.l + at.wave, l);
+}
+
+// Elements d to d + 3 of the result, over what the waves have in LDS.
+struct attend_step_result { float x[4], m, l; };
+template <int D>
+DEV attend_step_result attend_step_add_waves(const attend_step_place<D> &at, int d) {
+    typedef attend_step_shape<D> S;
+    attend_step_result r = {{}, -INFINITY, 0.0f};
+#pragma unroll
+    for (int w = 0; w < S::WAVES; w++) r.m = fmaxf(r.m, lget(at.m + w));
+#pragma unroll
+    for (int w = 0; w < S::WAVES; w++) {
+        const float add = attend_keep(lget(at.m + w), r.m);
+        const u32x4 part = lget((const u32x4 *)(at.sums + D * w + d));
+        r.x[0] += add * bits<float>(part.x);
+        r.x[1] += add * bits<float>(part.y);
+        r.x[2] += add * bits<float>(part.z);
+        r.x[3] += add * bits<float>(part.w);
+        r.l += add * lget(at.l + w);
     }
+    return r;
+}
 
-    // Elements d to d + 3 of the result, over the waves.
-    struct result { float x[4], m, l; };
-    const auto add_waves = [&](int d) {
-        result r = {{}, -INFINITY, 0.0f};
-#pragma unroll
-        for (int w = 0; w < S::WAVES; w++) r.m = fmaxf(r.m, lget(all_m + w));
-#pragma unroll
-        for (int w = 0; w < S::WAVES; w++) {
-            const float add = attend_keep(lget(all_m + w), r.m);
-            const u32x4 part = lget((const u32x4 *)(sums + D * w + d));
-            r.x[0] += add * bits<float>(part.x);
-            r.x[1] += add * bits<float>(part.y);
-            r.x[2] += add * bits<float>(part.z);
-            r.x[3] += add * bits<float>(part.w);
-            r.l += add * lget(all_l + w);
-        }
-        return r;
-    };
-    if (n_runs > 1) {
-        const int64_t of_head = head + (int64_t)a.n_heads * seq;
-        float *const results = a.work + of_head * a.step * S::RESULT;
-        static_assert(3 * S::QUADS <= S::THREADS, "no thread has two quads");
-        if (thread < S::QUADS) {
-            float *const own_result = results + run * S::RESULT;
-            const result r = add_waves(4 * thread);
-            gstore((u32x2 *)own_result + 2 * thread,
-                   make2(bits<uint32_t>(r.x[0]), bits<uint32_t>(r.x[1])));
-            gstore((u32x2 *)own_result + 2 * thread + 1,
-                   make2(bits<uint32_t>(r.x[2]), bits<uint32_t>(r.x[3])));
-            if (thread == 0)
-                gstore((u32x2 *)own_result + D / 2,
-                       make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
-        }
-        uint32_t *const word = (uint32_t *)(at + S::WORD_AT),
-                 *const counter = a.counter + of_head;
-        if (block_ticket(counter, word) != (uint32_t)n_runs - 1) return;
-        if (thread == 0) gstore(counter, 0u);
-
-        // A wave takes every WAVES-th run, with the loads of AHEAD in flight; a lane has pairs of
-        // elements.
-        enum { AHEAD = 4, PAIRS = S::KEPT / 2 };
-        float x[2 * PAIRS] = {}, most_m = -INFINITY, sum = 0.0f;
+// Stores the block's result in work: o, then m and l.
+template <int D> DEV void attend_step_put_run(float *to, const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    static_assert(3 * S::QUADS <= S::THREADS, "no thread has two quads");
+    if (at.thread >= S::QUADS) return;
+    const attend_step_result r = attend_step_add_waves(at, 4 * at.thread);
+    gstore((u32x2 *)to + 2 * at.thread, make2(bits<uint32_t>(r.x[0]), bits<uint32_t>(r.x[1])));
+    gstore((u32x2 *)to + 2 * at.thread + 1, make2(bits<uint32_t>(r.x[2]), bits<uint32_t>(r.x[3])));
+    if (at.thread == 0)
+        gstore((u32x2 *)to + D / 2, make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
+}
+// Merges the results of all runs into what waves leave in LDS. A wave takes every WAVES-th run,
+// with the loads of AHEAD in flight; a lane has pairs of elements.
+template <int D>
+DEV void attend_step_add_runs(const float *results, int n_runs, const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    enum { AHEAD = 4, PAIRS = S::KEPT / 2 };
+    float x[2 * PAIRS] = {}, m = -INFINITY, l = 0.0f;
 #pragma unroll 1
-        for (int r = wave; r < n_runs; r += AHEAD * S::WAVES) {
-            u32x2 part[AHEAD][PAIRS], m_l[AHEAD];
+    for (int r = at.wave; r < n_runs; r += AHEAD * S::WAVES) {
+        u32x2 part[AHEAD][PAIRS], m_l[AHEAD];
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                const int of = min(r + i * S::WAVES, n_runs - 1);
-                const u32x2 *const from = (const u32x2 *)(results + of * S::RESULT);
-                m_l[i] = gload(from + D / 2);
+        for (int i = 0; i < AHEAD; i++) {
+            const int of = min(r + i * S::WAVES, n_runs - 1);
+            const u32x2 *const from = (const u32x2 *)(results + of * S::RESULT);
+            m_l[i] = gload(from + D / 2);
 #pragma unroll
-                for (int e = 0; e < PAIRS; e++) part[i][e] = gload(from + 32 * e + lane);
-            }
-            float to_m = most_m;
+            for (int e = 0; e < PAIRS; e++) part[i][e] = gload(from + 32 * e + at.lane);
+        }
+        float top = m;
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                if (r + i * S::WAVES >= n_runs) m_l[i] = make2(bits<uint32_t>(-INFINITY), 0);
-                to_m = fmaxf(to_m, bits<float>(m_l[i].x));
-            }
-            const float kept = attend_keep(most_m, to_m);
-            most_m = to_m;
-            sum *= kept;
+        for (int i = 0; i < AHEAD; i++) {
+            if (r + i * S::WAVES >= n_runs) m_l[i] = make2(bits<uint32_t>(-INFINITY), 0);
+            top = fmaxf(top, bits<float>(m_l[i].x));
+        }
+        const float keep = attend_keep(m, top);
+        m = top;
+        l *= keep;
 #pragma unroll
-            for (int e = 0; e < 2 * PAIRS; e++) x[e] *= kept;
+        for (int e = 0; e < 2 * PAIRS; e++) x[e] *= keep;
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                const float add = r + i * S::WAVES < n_runs
-                                      ? attend_keep(bits<float>(m_l[i].x), to_m) : 0.0f;
-                sum += bits<float>(m_l[i].y) * add;
+        for (int i = 0; i < AHEAD; i++) {
+            const float add =
+                r + i * S::WAVES < n_runs ? attend_keep(bits<float>(m_l[i].x), top) : 0.0f;
+            l += bits<float>(m_l[i].y) * add;
 #pragma unroll
-                for (int e = 0; e < PAIRS; e++) {
-                    x[2 * e] += bits<float>(part[i][e].x) * add;
-                    x[2 * e + 1] += bits<float>(part[i][e].y) * add;
-                }
+            for (int e = 0; e < PAIRS; e++) {
+                x[2 * e] += bits<float>(part[i][e].x) * add;
+                x[2 * e + 1] += bits<float>(part[i][e].y) * add;
             }
         }
+    }
 #pragma unroll
-        for (int e = 0; e < PAIRS; e++) {
-            lput((u32x2 *)(sums + D * wave) + 32 * e + lane,
-                 make2(bits<uint32_t>(x[2 * e]), bits<uint32_t>(x[2 * e + 1])));
-        }
-        lput(all_m + wave, most_m);
-        lput(all_l + wave, sum);
+    for (int e = 0; e < PAIRS; e++) {
+        lput((u32x2 *)(at.sums + D * at.wave) + 32 * e + at.lane,
+             make2(bits<uint32_t>(x[2 * e]), bits<uint32_t>(x[2 * e + 1])));
+    }
+    lput(at.m + at.wave, m);
+    lput(at.l + at.wave, l);
+}
+
+template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
+    typedef attend_step_shape<D> S;
+    LDS(u32x4, lds, S::BYTES / 16);
+    if (a.n_splits == 0) return;
+    const attend_step_place<D> at = attend_step_place_of<D>(lds);
+    const attend_step_task t = attend_step_task_of(a);
+    const bool append = a.rotation.pos != 0, has_quad = at.thread < (append ? 3 : 1) * S::QUADS;
+    rotation_quad quad = {};
+    if (has_quad) quad = attend_step_load<D>(a, t, at.thread);
+    attend_step_kv kv;
+    kv.seq = t.seq;
+    kv.cell = -1;
+    int position = 0;
+    if (append) {
+        position = gload(a.rotation.pos);
+        kv.cell = wave_read(gload(a.rotation.cell), 0);
+    }
+    const attend_run run = attend_step_run_of<D>(a, attend_length(a, t.seq), t.run);
+    if (t.run >= run.n_runs) return;
+    kv.end = run.end;
+    kv.paged = a.page_table != 0;
+    kv.k = row_of(a.k, t.kv_head, 0, kv.paged ? 0 : t.seq);
+    kv.v = row_of(a.v, t.kv_head, 0, kv.paged ? 0 : t.seq);
+    // The mask tells the compiler that 24-bit products do, each of which is one instruction.
+    kv.k_step = (uint32_t)a.k.stride[1] & 0xffffff;
+    kv.v_step = (uint32_t)a.v.stride[1] & 0xffffff;
+    attend_step_tile<D> tile;
+    tile.first = run.begin + at.wave * S::TILE;
+    const bool idle = tile.first >= run.end;
+    if (!idle) attend_step_fetch(tile, a, kv, at);
+
+    attend_step_rotate(a, t, quad, has_quad, position, kv.cell, at);
+    const u32x4 q = lget((const u32x4 *)at.q_row + at.chunk);
+    const float factor = a.scale * 1.44269504f;
+    attend_step_state state = {{}, -INFINITY, 0.0f};
+#pragma unroll 1
+    while (!idle) {
+        attend_step_renew(tile, kv, at);
+        float score[2];
+        attend_step_scores(score, tile, q, factor, kv, at);
+        attend_step_weigh(state, score, at);
+        attend_step_multiply_v(state, tile, at);
+        tile.first += S::TILE * S::WAVES;
+        if (tile.first >= run.end) break;
+        attend_step_fetch(tile, a, kv, at);
+    }
+    attend_step_add_groups(state, at);
+    block_sync_lds();
+    attend_step_append(a, t, kv.cell, at);
+
+    if (run.n_runs > 1) {
+        const int64_t of_head = t.head + (int64_t)a.n_heads * t.seq;
+        float *const results = a.work + of_head * a.step * S::RESULT;
+        attend_step_put_run(results + t.run * S::RESULT, at);
+        uint32_t *const counter = a.counter + of_head;
+        if (block_ticket(counter, at.word) != (uint32_t)run.n_runs - 1) return;
+        if (at.thread == 0) gstore(counter, 0u);
+        attend_step_add_runs(results, run.n_runs, at);
         block_sync_lds();
     }
-    if (wave == 0) {
-        const int d = 4 * (lane % S::QUADS);
-        result r = add_waves(d);
+    if (at.wave == 0) {
+        const int d = 4 * (at.lane % S::QUADS);
+        attend_step_result r = attend_step_add_waves(at, d);
         const float share = r.l != 0.0f ? rcp_fast(r.l) : 0.0f;
 #pragma unroll
         for (int e = 0; e < 4; e++) r.x[e] = r.l != 0.0f ? r.x[e] * share : 0.0f;
-        put4(a.out, is_wide(a.out), row_of(a.out, head, 0, seq), (uint32_t)(head + a.n_heads * seq),
-             d, lane < S::QUADS ? 4 : 0, r.x);
+        put4(a.out, is_wide(a.out), row_of(a.out, t.head, 0, t.seq),
+             (uint32_t)(t.head + a.n_heads * t.seq), d, at.lane < S::QUADS ? 4 : 0, r.x);
     }
 }
 
