@@ -6452,6 +6452,15 @@ DEV attend_run attend_run_of(const rocq_k_attention_args &a, const attend_task &
     return r;
 }
 
+// No tile yet: attend_go_to gives it one.
+DEV attend_place attend_place_in(const attend_run &run, int chunk0, int32_t *rows) {
+    attend_place at;
+    at.end = run.end;
+    at.chunk0 = chunk0;
+    at.rows = rows;
+    return at;
+}
+
 // K and V of the block's KV head and sequence.
 struct attend_kv {
     attend_rows k, v;
@@ -6566,12 +6575,33 @@ DEV void attend_add_slices(frag_c (&s)[S::S_FRAGS], const float *sums, int wave,
         }
     }
 }
+// The columns of a wave: what they see, and how their scores follow. mask_rows: LDS of the wave.
+struct attend_columns {
+    attend_limits limits;
+    attend_score score;
+    const u32x2 *mask_rows;
+};
+DEV attend_columns attend_columns_of(const rocq_k_attention_args &a, const attend_task &t,
+                                     const attend_run &run, int first, u32x2 *mask_rows) {
+    attend_columns to;
+    to.limits = attend_limits_of(a, run, first);
+    attend_list_mask(a, t, first, mask_rows);
+    to.score = attend_score_of(a);
+    to.mask_rows = mask_rows;
+    return to;
+}
+// Whether any column of the wave may see a position of the tile. If not, the wave only takes part
+// in staging it.
+template <typename S> DEV bool attend_is_live(const attend_columns &of, const attend_place &at) {
+    return at.first < of.limits.high_last && at.first + S::TILE > of.limits.low_first;
+}
 // Turns the products of Q and K of a tile into weights P, as operands of attend_multiply_v.
 template <typename S>
 DEV void attend_weights(frag (&p)[S::S_FRAGS], frag_c (&s)[S::S_FRAGS], attend_state<S> &state,
-                        const rocq_k_attention_args &a, const attend_score &score,
-                        const attend_limits &limits, const attend_place &at,
-                        const u32x2 *mask_rows) {
+                        const rocq_k_attention_args &a, const attend_columns &of,
+                        const attend_place &at) {
+    const attend_limits &limits = of.limits;
+    const attend_score &score = of.score;
     if (score.capped) {
 #pragma unroll
         for (int i = 0; i < 8 * S::S_FRAGS; i++) {
@@ -6580,7 +6610,7 @@ DEV void attend_weights(frag (&p)[S::S_FRAGS], frag_c (&s)[S::S_FRAGS], attend_s
         }
     }
     if (score.masked) {
-        attend_bias<S>(s, a, mask_rows, at.first, at.end - 1, score.capped ? 1.0f : score.scale);
+        attend_bias<S>(s, a, of.mask_rows, at.first, at.end - 1, score.capped ? 1.0f : score.scale);
     }
     if (at.first < limits.low_last || at.first + S::TILE > limits.high_first ||
         at.seen != S::ALL_SEEN) {
@@ -6602,12 +6632,6 @@ DEV void attend_multiply_v(attend_state<S> &state, const f16 *v, const frag (&p)
         }
     }
 }
-// Whether any column of the wave may see a position of the tile. If not, the wave only takes part
-// in staging it.
-template <typename S> DEV bool attend_is_live(const attend_limits &limits, const attend_place &at) {
-    return at.first < limits.high_last && at.first + S::TILE > limits.low_first;
-}
-
 // A prefetch for the time in which the block rotates Q: loads a word of each line of a wave's first
 // tile of K or V, if its rows are plain and not in pages.
 template <typename S>
@@ -7199,33 +7223,27 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     f16 *q_tile = (f16 *)((char *)lds + S::Q_AT);
     const bool append = a.rotation.pos != 0;
     const attend_kv kv = attend_kv_of<S>(a, t);
+    const int own_first = run.begin + w.set * S::TILE, chunk0 = w.slice * (S::W / 8);
     if (append) {
-        const int chunk0 = w.slice * (S::W / 8), first = run.begin + w.set * S::TILE;
-        uint32_t k_word = attend_touch<S>(kv.k, kv.paged, chunk0, first, run.end),
-                 v_word = attend_touch<S>(kv.v, kv.paged, chunk0, first, run.end);
+        uint32_t k_word = attend_touch<S>(kv.k, kv.paged, chunk0, own_first, run.end),
+                 v_word = attend_touch<S>(kv.v, kv.paged, chunk0, own_first, run.end);
         attend_append<S>(a, q_tile, (float *)lds, t, run);
         computed(k_word);
         computed(v_word);
     }
     int32_t *const tables = (int32_t *)((char *)lds + attend_lds<S>::ROWS_AT + wave * S::ROW_BYTES);
-    u32x2 *const mask_rows = (u32x2 *)(tables + 2 * S::TILE);
-    attend_place at;
-    at.end = run.end;
-    at.rows = tables;
-    at.chunk0 = w.slice * (S::W / 8);
+    attend_place at = attend_place_in(run, chunk0, tables);
     u32x4 raw_k[S::LOADS], raw_v[S::LOADS];
     int row[S::WORDS] = {};
     if (run.begin < run.end) {
-        const int first = run.begin + w.set * S::TILE;
-        if (kv.paged) attend_look_up<S>(row, a, t.seq, first, run.end);
-        attend_go_to<S>(at, row, kv.paged, kv.listed, first);
+        if (kv.paged) attend_look_up<S>(row, a, t.seq, own_first, run.end);
+        attend_go_to<S>(at, row, kv.paged, kv.listed, own_first);
         attend_fetch<S, false>(raw_k, kv.k, at, lane);
         attend_fetch<S, true>(raw_v, kv.v, at, lane);
-        if (kv.paged) attend_look_up<S>(row, a, t.seq, first + S::ROUND, run.end);
+        if (kv.paged) attend_look_up<S>(row, a, t.seq, own_first + S::ROUND, run.end);
     }
-    const attend_limits limits = attend_limits_of(a, run, t.column0);
-    attend_list_mask(a, t, t.column0, mask_rows);
-    const attend_score score = attend_score_of(a);
+    const attend_columns columns =
+        attend_columns_of(a, t, run, t.column0, (u32x2 *)(tables + 2 * S::TILE));
     if (!append) attend_stage_q<S>(q_tile, a, t, t.column0);
     if (a.k.layout == ROCQ_LAYOUT_HADAMARD) attend_hadamard_q<S>(q_tile, a);
     q_tile += w.slice * ATTEND_COLUMNS * S::Q_STRIDE;
@@ -7242,7 +7260,7 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
         attend_fetch<S, false>(raw_k, kv.k, next, lane); // past the end it loads the last position
         if (kv.paged) attend_look_up<S>(row, a, t.seq, at.first + 2 * S::ROUND, run.end);
 
-        const bool live = attend_is_live<S>(limits, at);
+        const bool live = attend_is_live<S>(columns, at);
         frag_c s[S::S_FRAGS];
         attend_clear_scores<S>(s);
         if (live) {
@@ -7258,7 +7276,7 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
             block_sync_lds();
         }
         frag p[S::S_FRAGS];
-        if (live) attend_weights<S>(p, s, state, a, score, limits, at, mask_rows);
+        if (live) attend_weights<S>(p, s, state, a, columns, at);
 
         wave_sync();
         attend_stage<S, true>(tile, raw_v, kv.v, at, lane);
@@ -7270,6 +7288,22 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     }
     block_sync_lds();
     attend_finish<S>(a, state, run.n_runs, lds);
+}
+
+// Stages Q_COLUMNS columns of Q from `first` of the block's on, and loads those of the wave.
+template <typename S>
+DEV void attend_load_q(frag (&q)[S::O_FRAGS], const rocq_k_attention_args &a, const attend_task &t,
+                       const attend_role &w, int first, f16 *tile) {
+    const int own = ATTEND_COLUMNS * w.column_tile - first;
+    attend_stage_q<S>(tile, a, t, t.column0 + first);
+    if (a.k.layout == ROCQ_LAYOUT_HADAMARD) attend_hadamard_q<S>(tile, a);
+    block_sync_lds();
+    if (S::Q_COLUMNS == S::COLUMNS || (own >= 0 && own < S::Q_COLUMNS)) {
+        const f16 *const from = tile + own * S::Q_STRIDE + w.slice * S::W;
+#pragma unroll
+        for (int i = 0; i < S::O_FRAGS; i++) q[i] = frag_load(from + 16 * i, S::Q_STRIDE);
+    }
+    block_sync_lds();
 }
 
 // Prefill is bound by arithmetic. All waves stage and use one KV tile. While they work on its K,
@@ -7288,11 +7322,7 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
 
     const attend_kv kv = attend_kv_of<S>(a, t);
     int32_t *const tables = (int32_t *)((char *)lds + attend_lds<S>::ROWS_AT + wave * S::ROW_BYTES);
-    u32x2 *const mask_rows = (u32x2 *)(tables + 2 * S::TILE);
-    attend_place at;
-    at.end = run.end;
-    at.rows = tables;
-    at.chunk0 = 0;
+    attend_place at = attend_place_in(run, 0, tables);
     u32x4 raw_k[S::LOADS];
     int row[S::WORDS] = {};
     if (run.begin < run.end) {
@@ -7301,18 +7331,10 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
         attend_fetch<S, false>(raw_k, kv.k, at, thread);
     }
     const int first_column = t.column0 + ATTEND_COLUMNS * w.column_tile;
-    const attend_limits limits = attend_limits_of(a, run, first_column);
-    attend_list_mask(a, t, first_column, mask_rows);
-    const attend_score score = attend_score_of(a);
+    const attend_columns columns =
+        attend_columns_of(a, t, run, first_column, (u32x2 *)(tables + 2 * S::TILE));
     frag q[S::O_FRAGS];
-    attend_stage_q<S>(k_tile, a, t, t.column0);
-    if (a.k.layout == ROCQ_LAYOUT_HADAMARD) attend_hadamard_q<S>(k_tile, a);
-    block_sync_lds();
-    const f16 *const q_wave =
-        k_tile + w.column_tile * ATTEND_COLUMNS * S::Q_STRIDE + w.slice * S::W;
-#pragma unroll
-    for (int i = 0; i < S::O_FRAGS; i++) q[i] = frag_load(q_wave + 16 * i, S::Q_STRIDE);
-    block_sync_lds();
+    attend_load_q<S>(q, a, t, w, 0, k_tile);
     attend_state<S> state;
     attend_clear<S>(state);
     int begin = run.begin;
@@ -7325,7 +7347,7 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
         attend_fetch<S, true>(raw_v, kv.v, at, thread);
         if (kv.paged) attend_look_up<S>(row, a, t.seq, at.first + S::ROUND, run.end);
 
-        const bool live = attend_is_live<S>(limits, at);
+        const bool live = attend_is_live<S>(columns, at);
         frag_c s[S::S_FRAGS];
         attend_clear_scores<S>(s);
         if (live) attend_multiply_k<S>(s, k_tile + w.slice * S::W, [&](int i) { return q[i]; });
@@ -7336,7 +7358,7 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
             if (live) attend_add_slices<S>(s, sums, wave, w.slice);
         }
         frag p[S::S_FRAGS];
-        if (live) attend_weights<S>(p, s, state, a, score, limits, at, mask_rows);
+        if (live) attend_weights<S>(p, s, state, a, columns, at);
 
         attend_stage<S, true>(v_tile, raw_v, kv.v, at, thread);
         attend_go_to<S>(next, row, kv.paged, kv.listed, at.first + S::ROUND);
@@ -7370,12 +7392,8 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
 
     const attend_kv kv = attend_kv_of<S>(a, t);
     int32_t *const tables = (int32_t *)((char *)lds + attend_lds<S>::ROWS_AT + wave * S::ROW_BYTES);
-    u32x2 *const mask_rows = (u32x2 *)(tables + 2 * S::TILE);
-    attend_place at; // of the tile that the thread stages next, whose chunks are in raw
-    at.end = run.end;
-    at.chunk0 = 0;
-    at.rows = tables;
-    u32x4 raw[S::LOADS];
+    attend_place at = attend_place_in(run, 0, tables); // of the tile that the thread stages next
+    u32x4 raw[S::LOADS]; // whose chunks these are
     int row[S::WORDS] = {};
     const auto fetch = [&](int first) {
         attend_go_to<S>(at, row, kv.paged, kv.listed, first); // past the end: the last position
@@ -7384,22 +7402,11 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
         if (kv.paged) attend_look_up<S>(row, a, t.seq, first + S::TILE, run.end);
     };
     const int first_column = t.column0 + ATTEND_COLUMNS * w.column_tile;
-    const attend_limits limits = attend_limits_of(a, run, first_column);
-    attend_list_mask(a, t, first_column, mask_rows);
-    const attend_score score = attend_score_of(a);
+    const attend_columns columns =
+        attend_columns_of(a, t, run, first_column, (u32x2 *)(tables + 2 * S::TILE));
     frag q[S::O_FRAGS];
 #pragma unroll 1
-    for (int tile = 0; tile < S::COLUMN_TILES; tile++) {
-        attend_stage_q<S>(k_tile, a, t, t.column0 + ATTEND_COLUMNS * tile);
-        if (a.k.layout == ROCQ_LAYOUT_HADAMARD) attend_hadamard_q<S>(k_tile, a);
-        block_sync_lds();
-        if (w.column_tile == tile) {
-#pragma unroll
-            for (int i = 0; i < S::O_FRAGS; i++)
-                q[i] = frag_load(k_tile + w.slice * S::W + 16 * i, S::Q_STRIDE);
-        }
-        block_sync_lds();
-    }
+    for (int c = 0; c < S::COLUMNS; c += S::Q_COLUMNS) attend_load_q<S>(q, a, t, w, c, k_tile);
     attend_state<S> state;
     attend_clear<S>(state);
     frag p[S::S_FRAGS];
@@ -7421,7 +7428,7 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
         attend_place next = at;
         next.first = first + S::TILE;
         next.seen = seen;
-        const bool live = next.first < run.end && attend_is_live<S>(limits, next);
+        const bool live = next.first < run.end && attend_is_live<S>(columns, next);
         frag_c s[S::S_FRAGS];
         attend_clear_scores<S>(s);
         if (live) {
@@ -7432,7 +7439,7 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
         block_sync_lds();
         if (live) {
             attend_add_slices<S>(s, sums, wave, w.slice);
-            attend_weights<S>(p, s, state, a, score, limits, next, mask_rows);
+            attend_weights<S>(p, s, state, a, columns, next);
         }
         lives = live;
     }
