@@ -8915,6 +8915,31 @@ DEV float delta_sums(float &x, float &y, const float z[2]) {
     return sum + wave_xor<4>(sum);
 }
 
+// A lane's share of a column of the state in a slot: of 8 lanes, it has every 8th quad. Slot -1 and
+// columns past the last one are zeros.
+DEV void delta_get_state(const rocq_k_delta_net_args &a, int head, int slot, int column,
+                         float (&s)[16]) {
+    const int lane = (int)thread_index() & 7;
+    const bool there = slot >= 0 && column < a.v.ne[0];
+    const char *const row = row_of(a.state, there ? column : 0, head, there ? slot : 0);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int at = 4 * (lane + 8 * i), count = there ? quad_count(a.k.ne[0], at) : 0;
+        get4(ROCQ_F32, row, is_wide(a.state), at, count, s + 4 * i);
+    }
+}
+DEV void delta_put_state(const rocq_k_delta_net_args &a, int head, int slot, int column,
+                         const float (&s)[16]) {
+    const int lane = (int)thread_index() & 7;
+    const bool there = column < a.v.ne[0];
+    char *const row = row_of(a.state, there ? column : 0, head, slot);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int at = 4 * (lane + 8 * i), count = there ? quad_count(a.k.ne[0], at) : 0;
+        put_floats(ROCQ_F32, is_wide(a.state), row, at, count, s + 4 * i);
+    }
+}
+
 KERNEL(delta_net, rocq_k_delta_net_args, 128) {
     LDS(u32x4, rows, 2 * DELTA_CHUNK * 32); // k' of the chunk's tokens, then q' / sqrt(K)
     LDS(u32x4, values, DELTA_CHUNK * 8);    // v of the block's columns
@@ -8930,7 +8955,6 @@ KERNEL(delta_net, rocq_k_delta_net_args, 128) {
         if (thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
         return;
     }
-    const bool wide = is_wide(a.state);
     const float scale = 1.0f / sqrtf((float)a.k.ne[0]);
     const float factor = gload(a.a + head), shift = gload(a.dt + head);
     delta_chunk next;
@@ -8938,16 +8962,7 @@ KERNEL(delta_net, rocq_k_delta_net_args, 128) {
     delta_load(a, head, 0, seq, first, &next);
     float s[2][16];
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        const int column = first + 2 * pair + c;
-        const bool there = from >= 0 && column < a.v.ne[0];
-        const char *const row = row_of(a.state, there ? column : 0, head, there ? from : 0);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int at = 4 * (lane + 8 * i), count = there ? quad_count(a.k.ne[0], at) : 0;
-            get4(ROCQ_F32, row, wide, at, count, s[c] + 4 * i);
-        }
-    }
+    for (int c = 0; c < 2; c++) delta_get_state(a, head, from, first + 2 * pair + c, s[c]);
     const int own = first + 2 * pair + (lane & 1);     // the column whose y this lane stores
     const bool stores = lane < 2 && own < a.v.ne[0];
     for (int t0 = 0; t0 < n; t0 += DELTA_CHUNK) {
@@ -8992,16 +9007,7 @@ KERNEL(delta_net, rocq_k_delta_net_args, 128) {
         if (stores) gstore((float *)row_of(a.y, head, t0 + m - 1, seq) + own, sum);
     }
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        const int column = first + 2 * pair + c;
-        const bool there = column < a.v.ne[0];
-        char *const row = row_of(a.state, there ? column : 0, head, to);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int at = 4 * (lane + 8 * i), count = there ? quad_count(a.k.ne[0], at) : 0;
-            put_floats(ROCQ_F32, wide, row, at, count, s[c] + 4 * i);
-        }
-    }
+    for (int c = 0; c < 2; c++) delta_put_state(a, head, to, first + 2 * pair + c, s[c]);
 }
 
 DEV float sum_of_8(float x) { // over 8 neighbouring lanes; each gets the same bits
@@ -9057,16 +9063,10 @@ KERNEL(delta_step, rocq_k_delta_net_args, 256) {
         if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
         return;
     }
-    const bool wide = is_wide(a.state);
     const float scale = 1.0f / sqrtf((float)a.k.ne[0]);
     const float factor = gload(a.a + head), shift = gload(a.dt + head);
     float s[16];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int at = 4 * (lane + 8 * i), count = from < 0 ? 0 : quad_count(a.k.ne[0], at);
-        get4(ROCQ_F32, row_of(a.state, column, head, from < 0 ? 0 : from), wide, at, count,
-             s + 4 * i);
-    }
+    delta_get_state(a, head, from, own, s);
     for (int t = 0; t < n; t++) {
         delta_token now;
         float k[16], q[16];
@@ -9081,11 +9081,7 @@ KERNEL(delta_step, rocq_k_delta_net_args, 256) {
         const float y = sum_of_8(delta_dot(s, q));
         if (live && lane == 0) gstore((float *)row_of(a.y, head, t, seq) + column, y);
     }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int at = 4 * (lane + 8 * i), count = live ? quad_count(a.k.ne[0], at) : 0;
-        put_floats(ROCQ_F32, wide, row_of(a.state, column, head, to), at, count, s + 4 * i);
-    }
+    delta_put_state(a, head, to, own, s);
 }
 
 // -- ranges --
