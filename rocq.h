@@ -12788,6 +12788,11 @@ static void rocq__hadamard(bool simd, float *v, int64_t size, int64_t n) {
 // two matrix products over decoded K and V: S^T = K Q^T has queries in the lanes of a vector, so
 // that the softmax needs no sums across lanes, and O += P V has elements of a value there.
 
+// Positions that k and v have for a sequence.
+static int64_t rocq__attention_positions(const rocq_attention_params *p) {
+    return p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+}
+
 enum {
     ROCQ__ATTEND_ROWS = 48,   // most query rows of a tile, a multiple of LANES and SIX
     ROCQ__ATTEND_KEYS = 48,   // KV positions per tile, a multiple of SIX
@@ -13638,7 +13643,7 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     a->n_q = p->q->ne[2];
     a->n_seqs = p->q->ne[3];
     a->n_kv_heads = p->k->ne[1];
-    a->n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+    a->n_kv = rocq__attention_positions(p);
     a->group = a->n_heads / a->n_kv_heads;
     a->n_rows = a->group * a->n_q;
     a->tile_rows = ROCQ__MIN(a->n_rows, (int64_t)ROCQ__ATTEND_ROWS);
@@ -20126,7 +20131,7 @@ static int rocq__head_size(int64_t head_dim) {
 }
 
 static rocq__site rocq__attention_site(const rocq_attention_params *p) {
-    const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+    const int64_t n_kv = rocq__attention_positions(p);
     rocq__site site;
     memset(&site, 0, sizeof site);
     site.kind = ROCQ__KIND_ATTENTION;
@@ -20183,7 +20188,7 @@ static bool rocq__attention_lds(const rocq__chip *chip, const rocq_attention_par
 static bool rocq__attention_steps(const rocq_attention_params *p) {
     const rocq_tensor *const kv[2] = {p->k, p->v};
     const int64_t d = p->q->ne[0], group = p->q->ne[1] / p->k->ne[1];
-    const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+    const int64_t n_kv = rocq__attention_positions(p);
     if (p->mask || p->sinks || p->lse || p->softcap > 0.0f || p->window > 0 || p->q->ne[2] != 1 ||
         group > ROCQ_K_DECODE_COLUMNS || (group > 1 && n_kv > ROCQ__ATTENTION_STEP / group) ||
         (d != 64 && d != 128) ||
@@ -22768,7 +22773,7 @@ static bool rocq__attention_reach(const rocq_ctx *ctx, const rocq_attention_para
     if (p->kv_len && rocq__on_gpu(ctx)) return false;
     if (p->kv_len) kv_len = (const int32_t *)rocq_tensor_data(p->kv_len);
     for (int64_t s = 0; s < p->q->ne[3]; s++) {
-        const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+        const int64_t n_kv = rocq__attention_positions(p);
         const int64_t length = kv_len ? kv_len[s] : n_kv;
         const int64_t window = p->window > 0 ? p->window : length;
         // If causal, only the last length queries see anything: of these, query i sees least + i
