@@ -18126,14 +18126,14 @@ static rocq_result rocq__hip_kernels(rocq_ctx *ctx, rocq__gpu *gpu, const rocq_h
 
 #endif // ROCQ__HAS_HIP
 
-// A kernel's name, the size of its args, and the most threads a block of it has.
+// A kernel's name, and the most threads a block of it has.
 typedef struct rocq__kernel {
     const char *name;
-    int32_t args_size, threads;
+    int32_t threads;
 } rocq__kernel;
 
 static const rocq__kernel rocq__kernels[ROCQ_K_COUNT] = {
-#define ROCQ_X(name, args, threads) {"rocq_k_" #name, (int32_t)sizeof(args), threads},
+#define ROCQ_X(name, args, threads) {"rocq_k_" #name, threads},
     ROCQ_KERNELS(ROCQ_X)
 #undef ROCQ_X
 };
