@@ -19699,16 +19699,65 @@ static rocq_tensor rocq__product_halves(rocq__job *job, const rocq_tensor *w) {
     return halves;
 }
 
+// How a product is cut into tiles, and by which kernel.
+typedef struct rocq__tiles {
+    int kernel, threads;
+    int64_t m, n;     // of a tile
+    int32_t n_splits; // blocks that share K
+} rocq__tiles;
+
+// The tiles of a product in F16 on a chip with WMMA_TILES. Sets halves to whether they are those of
+// F16 weights, to which w has to be decoded first.
+static rocq__tiles rocq__tiles_lds(const rocq__chip *chip, const rocq_tensor *w,
+                                   const rocq__site *site, bool *halves) {
+    const bool decoded = w->format != ROCQ_F16;
+    double ns = 0.0;
+    rocq__tiles t;
+    const rocq__lds_tile *tile =
+        decoded ? rocq__lds_best(chip, rocq__lds_decoded, rocq__lds_decoded_paces,
+                                 ROCQ__LDS_DECODED, site, ROCQ__MERGE_RATE, -1, &t.n_splits, &ns)
+                : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_FORWARD_TILES,
+                                 site, ROCQ__MERGE_RATE, -1, &t.n_splits, &ns);
+    *halves = decoded && rocq__takes_halves(chip, w, site, ns, &tile, &t.n_splits);
+    t.kernel = tile->matmul;
+    if (decoded && !*halves) {
+        t.kernel += ROCQ__LDS_DECODED * (rocq__k_format(w->format) - rocq__k_format(ROCQ_BF16));
+    }
+    t.threads = tile->threads;
+    t.m = tile->columns;
+    t.n = tile->rows;
+    return t;
+}
+
+// The tiles of the other kernels. Those in F32 and INT8 have only one size; their splits are chosen
+// by the same rule. In F32 64 of K, two steps, take so long that they may be a part: a router has
+// few rows, so few tiles.
+static rocq__tiles rocq__tiles_plain(rocq_ctx *ctx, rocq_precision path, rocq_format format,
+                                     const rocq__site *site) {
+    const bool f16 = path == ROCQ_PRECISION_F16, int8 = path == ROCQ_PRECISION_INT8;
+    const int32_t only = int8 ? ROCQ_K_MATMUL_INT8_N : ROCQ_K_MATMUL_F32_N;
+    const rocq_launch_config config =
+        f16 ? rocq__config_for(ctx, site)
+            : rocq__tiles_best(rocq__chip_of(ctx), site, &only, 1, int8 ? ROCQ__TILE_SPLIT : 64);
+    rocq__tiles t;
+    t.kernel = f16    ? ROCQ_K_matmul_f16_f32_128 + 2 * rocq__k_format(format) +
+                         (config.tile_n != ROCQ_K_MATMUL_F16_N)
+               : int8 ? ROCQ_K_matmul_int8_q4_0 + rocq__k_int8_format(format)
+                      : ROCQ_K_matmul_f32;
+    t.threads = f16 || int8 ? 128 : 256;
+    t.m = ROCQ_K_MATMUL_M;
+    t.n = config.tile_n;
+    t.n_splits = config.n_splits;
+    return t;
+}
+
 // Launches a product as a grid of tiles, in which z counts the matrices.
 static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const rocq_tensor *x) {
     rocq_tensor halves;
     const rocq_tensor *w = &g->w;
     const int64_t m = w->ne[1], n = x->ne[1], k = x->ne[0], n_matrices = x->ne[2] * x->ne[3];
     const int64_t used = job->used; // when this returns, nothing that it takes is needed any more
-    int64_t tile_m = ROCQ_K_MATMUL_M;
-    int kernel = ROCQ_K_matmul_f32, threads = 256;
-    rocq_k_matmul_args args;
-    rocq_launch_config config;
+    rocq__tiles t;
     rocq__site site;
     memset(&site, 0, sizeof site);
     site.kind = ROCQ__KIND_TILES;
@@ -19718,46 +19767,17 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
     site.n = rocq__clamp32(n);
     site.batch = rocq__clamp32(n_matrices);
     const rocq__chip *chip = rocq__chip_of(job->ctx);
-    int64_t tile_n = 0;
     if (g->path == ROCQ_PRECISION_F16 && rocq__takes_lds(chip, &site)) {
-        const bool decoded = w->format != ROCQ_F16;
-        double ns = 0.0;
-        const rocq__lds_tile *tile =
-            decoded ? rocq__lds_best(chip, rocq__lds_decoded, rocq__lds_decoded_paces,
-                                     ROCQ__LDS_DECODED, &site, ROCQ__MERGE_RATE, -1,
-                                     &config.n_splits, &ns)
-                    : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces,
-                                     ROCQ__LDS_FORWARD_TILES, &site, ROCQ__MERGE_RATE, -1,
-                                     &config.n_splits, &ns);
-        if (decoded && rocq__takes_halves(chip, w, &site, ns, &tile, &config.n_splits)) {
+        bool decodes_first = false;
+        t = rocq__tiles_lds(chip, w, &site, &decodes_first);
+        if (decodes_first) {
             halves = rocq__product_halves(job, w);
             w = &halves;
         }
-        kernel = tile->matmul;
-        if (w->format != ROCQ_F16) {
-            kernel += ROCQ__LDS_DECODED * (rocq__k_format(w->format) - rocq__k_format(ROCQ_BF16));
-        }
-        threads = tile->threads;
-        tile_m = tile->columns;
-        tile_n = tile->rows;
-    } else if (g->path == ROCQ_PRECISION_F16) {
-        config = rocq__config_for(job->ctx, &site);
-        tile_n = config.tile_n;
-        kernel = ROCQ_K_matmul_f16_f32_128 + 2 * rocq__k_format(w->format) +
-                 (tile_n != ROCQ_K_MATMUL_F16_N);
-        threads = 128;
-    } else { // there is only one tile; the splits are chosen by the same rule. In F32 64 of K, two
-             // steps, take so long that they may be a part: a router has few rows, so few tiles
-        const bool int8 = g->path == ROCQ_PRECISION_INT8;
-        const int32_t only = int8 ? ROCQ_K_MATMUL_INT8_N : ROCQ_K_MATMUL_F32_N;
-        config = rocq__tiles_best(chip, &site, &only, 1, int8 ? ROCQ__TILE_SPLIT : 64);
-        tile_n = config.tile_n;
-        if (int8) {
-            kernel = ROCQ_K_matmul_int8_q4_0 + rocq__k_int8_format(w->format);
-            threads = 128;
-        }
+    } else {
+        t = rocq__tiles_plain(job->ctx, g->path, w->format, &site);
     }
-    const int64_t n_splits = config.n_splits;
+    rocq_k_matmul_args args;
     memset(&args, 0, sizeof args);
     args.w = rocq__device_data(w);
     args.w_units = rocq_tensor_count(w) / 32;
@@ -19768,24 +19788,24 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
     args.m = m;
     args.n = n;
     args.k = k;
-    args.tiles_m = (int32_t)((m + tile_m - 1) / tile_m);
-    args.tiles_n = (int32_t)((n + tile_n - 1) / tile_n);
-    args.n_splits = (int32_t)n_splits;
+    args.tiles_m = (int32_t)((m + t.m - 1) / t.m);
+    args.tiles_n = (int32_t)((n + t.n - 1) / t.n);
+    args.n_splits = t.n_splits;
     args.format = (int32_t)w->format;
     args.batch2 = (int32_t)x->ne[2];
     args.run2 = (int32_t)(x->ne[2] / w->ne[2]);
     args.run3 = (int32_t)(x->ne[3] / w->ne[3]);
     args.w_batch2 = (int32_t)w->ne[2];
-    const int64_t work_ne[4] = {m, n_splits, n, n_matrices};
-    if (n_splits > 1) {
+    const int64_t work_ne[4] = {m, t.n_splits, n, n_matrices};
+    if (t.n_splits > 1) {
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, work_ne, m);
         args.work = (float *)rocq__device_data(&work);
     }
     job->used = used;
-    rocq__job_launch(job, kernel, args.tiles_m * n_splits * args.tiles_n, n_matrices, threads,
-                     &args);
-    if (n_splits == 1) return;
-    const double partials = (double)(m * n * n_splits) * (double)n_matrices;
+    rocq__job_launch(job, t.kernel, (int64_t)args.tiles_m * t.n_splits * args.tiles_n, n_matrices,
+                     t.threads, &args);
+    if (t.n_splits == 1) return;
+    const double partials = (double)(m * n * t.n_splits) * (double)n_matrices;
     const rocq__cost merge = {4.0 * partials, partials, 0.0};
     job->cost = merge;
     args.tiles_m = (int32_t)((m + ROCQ_K_MERGE_M - 1) / ROCQ_K_MERGE_M);
