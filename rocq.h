@@ -20224,45 +20224,51 @@ static bool rocq__attention_steps(const rocq_attention_params *p) {
     return true;
 }
 
-static void rocq__job_attention(rocq__job *job, const void *params) {
-    const rocq_attention_params *p = (const rocq_attention_params *)params;
-    const int64_t n_heads = p->q->ne[1], n_kv_heads = p->k->ne[1], n_q = p->q->ne[2];
-    const int64_t n_seqs = p->q->ne[3], columns = n_heads / n_kv_heads * n_q;
-    const int size = rocq__head_size(p->q->ne[0]);
-    const int64_t head_dim = rocq__head_dims[size];
-    if (job->ctx->desc.precision == ROCQ_PRECISION_F32) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "attention: the context is to compute in F32, the GPU has F16");
-        return;
-    }
+// How a launch is cut up: a block has a tile of a KV head's columns (the queries of all its heads),
+// or shares it with others. A block of attention_step has a run of positions of one head.
+typedef struct rocq__attention_grid {
+    int kernel;
+    int64_t tile;     // columns
+    int64_t n_tiles;  // of a KV head of a sequence
+    int64_t blocks;   // tiles of all of them
+    int64_t n_splits; // blocks that share a tile
+    int64_t runs;     // of a head where the kernel is attention_step, else 0
+} rocq__attention_grid;
+
+static rocq__attention_grid rocq__attention_cut(rocq_ctx *ctx, const rocq_attention_params *p) {
+    const rocq__chip *chip = rocq__chip_of(ctx);
     const rocq__site site = rocq__attention_site(p);
-    const bool lds = rocq__attention_lds(rocq__chip_of(job->ctx), p);
-    rocq_launch_config config = rocq__config_for(job->ctx, &site);
-    if (lds) {
-        config.tile_n = ROCQ_K_PREFILL_COLUMNS(512);
-        config.n_splits = 1;
-    }
-    const int64_t tile = config.tile_n;
-    const bool decode = rocq__attention_decodes(&site, config.tile_n);
-    const int64_t n_tiles = (columns + tile - 1) / tile, blocks = n_tiles * n_kv_heads * n_seqs;
-    const int64_t group = n_heads / n_kv_heads;
-    const int64_t heads = n_heads * n_seqs, units = rocq__chip_of(job->ctx)->n_units;
-    int64_t n_splits = blocks <= ROCQ__COUNTERS ? config.n_splits : 1, runs = 0;
+    const rocq_launch_config config = rocq__config_for(ctx, &site);
+    const bool lds = rocq__attention_lds(chip, p);
+    const int32_t tile = lds ? ROCQ_K_PREFILL_COLUMNS(512) : config.tile_n;
+    const bool decode = rocq__attention_decodes(&site, tile);
+    const int64_t heads = p->q->ne[1] * p->q->ne[3], group = p->q->ne[1] / p->k->ne[1];
+    rocq__attention_grid g;
+    g.tile = tile;
+    g.n_tiles = (group * p->q->ne[2] + tile - 1) / tile;
+    g.blocks = g.n_tiles * p->k->ne[1] * p->q->ne[3];
+    g.n_splits = g.blocks <= ROCQ__COUNTERS && !lds ? config.n_splits : 1;
+    g.runs = 0;
+    g.kernel = lds ? ROCQ_K_attention_lds_512
+                   : (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) +
+                         2 * rocq__head_size(p->q->ne[0]);
     // attention_step has a block for each run of each head. Where heads share K and V it is used
     // only if the chip has a unit for every head.
-    if (decode && n_tiles == 1 && (group == 1 || heads <= units) && rocq__attention_steps(p)) {
-        const int64_t most = (int64_t)site.n * head_dim / ROCQ__ATTENTION_FLIGHT;
-        runs = heads <= ROCQ__COUNTERS ? ROCQ__ATTENTION_BLOCKS * units / heads : 1;
-        runs = ROCQ__MAX(ROCQ__MIN(runs, most), 1);
-        n_splits = group * runs;
+    if (decode && g.n_tiles == 1 && (group == 1 || heads <= chip->n_units) &&
+        rocq__attention_steps(p)) {
+        const int64_t most = (int64_t)site.n * site.k / ROCQ__ATTENTION_FLIGHT;
+        const int64_t runs =
+            heads <= ROCQ__COUNTERS ? ROCQ__ATTENTION_BLOCKS * chip->n_units / heads : 1;
+        g.runs = ROCQ__MAX(ROCQ__MIN(runs, most), 1);
+        g.n_splits = group * g.runs;
+        g.kernel = site.k == 64 ? ROCQ_K_attention_step_64 : ROCQ_K_attention_step_128;
     }
-    if (columns > INT32_MAX / 2 || columns * group > UINT32_MAX) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                       "attention: %lld queries in a group on the GPU", (long long)columns);
-        return;
-    }
+    return g;
+}
 
+static rocq_k_attention_args rocq__attention_args(const rocq_attention_params *p,
+                                                  const rocq__attention_grid *g) {
+    const int64_t group = p->q->ne[1] / p->k->ne[1];
     rocq_k_attention_args args;
     memset(&args, 0, sizeof args);
     args.out = rocq__k_tensor(p->out);
@@ -20274,23 +20280,57 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     args.sinks = (const float *)rocq__device_data(p->sinks);
     args.kv_len = (const int32_t *)rocq__device_data(p->kv_len);
     args.page_table = (const int32_t *)rocq__device_data(p->page_table);
-    args.n_kv = site.n;
+    args.n_kv = rocq__clamp32(rocq__attention_positions(p));
     args.page_size = p->page_size;
     args.n_pages = p->page_table ? (int32_t)p->page_table->ne[0] : 0;
     args.head_dim = (int32_t)p->q->ne[0];
-    args.n_heads = (int32_t)n_heads;
-    args.n_kv_heads = (int32_t)n_kv_heads;
-    args.n_q = (int32_t)n_q;
-    args.n_seqs = (int32_t)n_seqs;
+    args.n_heads = (int32_t)p->q->ne[1];
+    args.n_kv_heads = (int32_t)p->k->ne[1];
+    args.n_q = (int32_t)p->q->ne[2];
+    args.n_seqs = (int32_t)p->q->ne[3];
     args.group = (int32_t)group;
     args.group_inverse = (uint32_t)(UINT32_MAX / group);
     args.scale = p->scale != 0.0f ? p->scale : 1.0f / sqrtf((float)p->q->ne[0]);
     args.softcap = p->softcap;
     args.window = p->window;
     args.causal = p->causal;
-    args.n_splits = (int32_t)n_splits;
-    args.n_tiles = (int32_t)n_tiles;
-    args.step = (int32_t)runs;
+    args.n_splits = (int32_t)g->n_splits;
+    args.n_tiles = (int32_t)g->n_tiles;
+    args.step = (int32_t)g->runs;
+    return args;
+}
+
+// The time cap must not be too late: as if every query saw all that is there, and with K and V read
+// anew for each tile of queries.
+static rocq__cost rocq__attention_most(const rocq__job *job, const rocq_attention_params *p,
+                                       int64_t n_tiles) {
+    rocq_attention_params all = *p;
+    all.kv_len = NULL;
+    all.causal = false;
+    all.window = 0;
+    all.mask = NULL;
+    rocq__cost cost = rocq__job_cost(job, ROCQ_OP_ATTENTION, &all);
+    const double once = 8.0 * (double)rocq_tensor_count(p->q); // bytes of q and out
+    cost.bytes = once + (cost.bytes - once) * (double)n_tiles;
+    return cost;
+}
+
+static void rocq__job_attention(rocq__job *job, const void *params) {
+    const rocq_attention_params *p = (const rocq_attention_params *)params;
+    const int64_t group = p->q->ne[1] / p->k->ne[1], columns = group * p->q->ne[2];
+    if (job->ctx->desc.precision == ROCQ_PRECISION_F32) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                 "attention: the context is to compute in F32, the GPU has F16");
+        return;
+    }
+    if (columns > INT32_MAX / 2 || columns * group > UINT32_MAX) {
+        job->result =
+            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                       "attention: %lld queries in a group on the GPU", (long long)columns);
+        return;
+    }
+    const rocq__attention_grid g = rocq__attention_cut(job->ctx, p);
+    rocq_k_attention_args args = rocq__attention_args(p, &g);
     if (job->before) {
         const rocq_rope_append_params *append = job->before->append;
         args.append[0] = rocq__k_tensor(append->k);
@@ -20303,30 +20343,20 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "attention: KV rows 4 GiB apart on the GPU");
         return;
     }
-    if (runs > 0 ? runs > 1 : n_splits > 1) {
-        const int64_t part[4] = {head_dim + 2, runs > 0 ? 1 : tile, runs > 0 ? heads : blocks,
-                                 runs > 0 ? runs : n_splits}; // O, m and l of a column
-        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, part, part[0]);
+    if (g.runs > 0 ? g.runs > 1 : g.n_splits > 1) { // for O, m and l of each column
+        const int64_t size = rocq__head_dims[rocq__head_size(p->q->ne[0])] + 2;
+        const int64_t of_step[4] = {size, 1, p->q->ne[1] * p->q->ne[3], g.runs};
+        const int64_t of_tiles[4] = {size, g.tile, g.blocks, g.n_splits};
+        const int64_t *ne = g.runs > 0 ? of_step : of_tiles;
+        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, size);
         args.work = (float *)rocq__device_data(&work);
         if (!job->planning && job->result == ROCQ_OK) {
-            job->result = rocq__counters_hip(job->ctx, part[2], &args.counter);
+            job->result = rocq__counters_hip(job->ctx, ne[2], &args.counter);
         }
     }
-    // The time cap must not be too late: as if every query saw all that is there, and with K and V
-    // read anew for each tile of queries.
-    rocq_attention_params all = *p;
-    all.kv_len = NULL;
-    all.causal = false;
-    all.window = 0;
-    all.mask = NULL;
-    job->cost = rocq__job_cost(job, ROCQ_OP_ATTENTION, &all);
-    const double once = 8.0 * (double)rocq_tensor_count(p->q); // bytes of q and out
-    job->cost.bytes = once + (job->cost.bytes - once) * (double)n_tiles;
-    const int kernel =
-        lds        ? ROCQ_K_attention_lds_512
-        : runs > 0 ? (head_dim == 64 ? ROCQ_K_attention_step_64 : ROCQ_K_attention_step_128)
-                   : (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size;
-    rocq__job_launch(job, kernel, blocks * n_splits, 1, rocq__kernels[kernel].threads, &args);
+    job->cost = rocq__attention_most(job, p, g.n_tiles);
+    rocq__job_launch(job, g.kernel, g.blocks * g.n_splits, 1, rocq__kernels[g.kernel].threads,
+                     &args);
 }
 
 // -- rmsnorm, layernorm --
