@@ -13148,6 +13148,11 @@ static void rocq__hadamard(bool simd, float *v, int64_t size, int64_t n) {
 // two matrix products over decoded K and V: S^T = K Q^T has queries in the lanes of a vector, so
 // that the softmax needs no sums across lanes, and O += P V has elements of a value there.
 
+// Positions that k and v have for a sequence.
+static int64_t rocq__attention_positions(const rocq_attention_params *p) {
+    return p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+}
+
 enum {
     ROCQ__ATTEND_ROWS = 48,   // most query rows of a tile, a multiple of LANES and SIX
     ROCQ__ATTEND_KEYS = 48,   // KV positions per tile, a multiple of SIX
@@ -13998,7 +14003,7 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     a->n_q = p->q->ne[2];
     a->n_seqs = p->q->ne[3];
     a->n_kv_heads = p->k->ne[1];
-    a->n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+    a->n_kv = rocq__attention_positions(p);
     a->group = a->n_heads / a->n_kv_heads;
     a->n_rows = a->group * a->n_q;
     a->tile_rows = ROCQ__MIN(a->n_rows, (int64_t)ROCQ__ATTEND_ROWS);
@@ -18484,14 +18489,14 @@ static rocq_result rocq__hip_kernels(rocq_ctx *ctx, rocq__gpu *gpu, const rocq_h
 
 #endif // ROCQ__HAS_HIP
 
-// A kernel's name, the size of its args, and the most threads a block of it has.
+// A kernel's name, and the most threads a block of it has.
 typedef struct rocq__kernel {
     const char *name;
-    int32_t args_size, threads;
+    int32_t threads;
 } rocq__kernel;
 
 static const rocq__kernel rocq__kernels[ROCQ_K_COUNT] = {
-#define ROCQ_X(name, args, threads) {"rocq_k_" #name, (int32_t)sizeof(args), threads},
+#define ROCQ_X(name, args, threads) {"rocq_k_" #name, threads},
     ROCQ_KERNELS(ROCQ_X)
 #undef ROCQ_X
 };
@@ -20069,16 +20074,65 @@ static rocq_tensor rocq__product_halves(rocq__job *job, const rocq_tensor *w) {
     return halves;
 }
 
+// How a product is cut into tiles, and by which kernel.
+typedef struct rocq__tiles {
+    int kernel, threads;
+    int64_t m, n;     // of a tile
+    int32_t n_splits; // blocks that share K
+} rocq__tiles;
+
+// The tiles of a product in F16 on a chip with WMMA_TILES. Sets halves to whether they are those of
+// F16 weights, to which w has to be decoded first.
+static rocq__tiles rocq__tiles_lds(const rocq__chip *chip, const rocq_tensor *w,
+                                   const rocq__site *site, bool *halves) {
+    const bool decoded = w->format != ROCQ_F16;
+    double ns = 0.0;
+    rocq__tiles t;
+    const rocq__lds_tile *tile =
+        decoded ? rocq__lds_best(chip, rocq__lds_decoded, rocq__lds_decoded_paces,
+                                 ROCQ__LDS_DECODED, site, ROCQ__MERGE_RATE, -1, &t.n_splits, &ns)
+                : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_FORWARD_TILES,
+                                 site, ROCQ__MERGE_RATE, -1, &t.n_splits, &ns);
+    *halves = decoded && rocq__takes_halves(chip, w, site, ns, &tile, &t.n_splits);
+    t.kernel = tile->matmul;
+    if (decoded && !*halves) {
+        t.kernel += ROCQ__LDS_DECODED * (rocq__k_format(w->format) - rocq__k_format(ROCQ_BF16));
+    }
+    t.threads = tile->threads;
+    t.m = tile->columns;
+    t.n = tile->rows;
+    return t;
+}
+
+// The tiles of the other kernels. Those in F32 and INT8 have only one size; their splits are chosen
+// by the same rule. In F32 64 of K, two steps, take so long that they may be a part: a router has
+// few rows, so few tiles.
+static rocq__tiles rocq__tiles_plain(rocq_ctx *ctx, rocq_precision path, rocq_format format,
+                                     const rocq__site *site) {
+    const bool f16 = path == ROCQ_PRECISION_F16, int8 = path == ROCQ_PRECISION_INT8;
+    const int32_t only = int8 ? ROCQ_K_MATMUL_INT8_N : ROCQ_K_MATMUL_F32_N;
+    const rocq_launch_config config =
+        f16 ? rocq__config_for(ctx, site)
+            : rocq__tiles_best(rocq__chip_of(ctx), site, &only, 1, int8 ? ROCQ__TILE_SPLIT : 64);
+    rocq__tiles t;
+    t.kernel = f16    ? ROCQ_K_matmul_f16_f32_128 + 2 * rocq__k_format(format) +
+                         (config.tile_n != ROCQ_K_MATMUL_F16_N)
+               : int8 ? ROCQ_K_matmul_int8_q4_0 + rocq__k_int8_format(format)
+                      : ROCQ_K_matmul_f32;
+    t.threads = f16 || int8 ? 128 : 256;
+    t.m = ROCQ_K_MATMUL_M;
+    t.n = config.tile_n;
+    t.n_splits = config.n_splits;
+    return t;
+}
+
 // Launches a product as a grid of tiles, in which z counts the matrices.
 static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const rocq_tensor *x) {
     rocq_tensor halves;
     const rocq_tensor *w = &g->w;
     const int64_t m = w->ne[1], n = x->ne[1], k = x->ne[0], n_matrices = x->ne[2] * x->ne[3];
     const int64_t used = job->used; // when this returns, nothing that it takes is needed any more
-    int64_t tile_m = ROCQ_K_MATMUL_M;
-    int kernel = ROCQ_K_matmul_f32, threads = 256;
-    rocq_k_matmul_args args;
-    rocq_launch_config config;
+    rocq__tiles t;
     rocq__site site;
     memset(&site, 0, sizeof site);
     site.kind = ROCQ__KIND_TILES;
@@ -20088,52 +20142,24 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
     site.n = rocq__clamp32(n);
     site.batch = rocq__clamp32(n_matrices);
     const rocq__chip *chip = rocq__chip_of(job->ctx);
-    int64_t tile_n = 0;
     if (g->path == ROCQ_PRECISION_F16 && rocq__takes_few(chip, &site, x->format)) {
-        tile_m = ROCQ_K_MATMUL_FEW_M;
-        tile_n = ROCQ_K_MATMUL_FEW_N / (x->format == ROCQ_F32 ? 2 : 1);
-        kernel = ROCQ_K_matmul_few_f16_16 + 2 * (w->format == ROCQ_BF16) +
-                 (x->format != ROCQ_F32);
-        config.n_splits = 1;
+        t.kernel = ROCQ_K_matmul_few_f16_16 + 2 * (w->format == ROCQ_BF16) +
+                   (x->format != ROCQ_F32);
+        t.threads = 256;
+        t.m = ROCQ_K_MATMUL_FEW_M;
+        t.n = ROCQ_K_MATMUL_FEW_N / (x->format == ROCQ_F32 ? 2 : 1);
+        t.n_splits = 1;
     } else if (g->path == ROCQ_PRECISION_F16 && rocq__takes_lds(chip, &site)) {
-        const bool decoded = w->format != ROCQ_F16;
-        double ns = 0.0;
-        const rocq__lds_tile *tile =
-            decoded ? rocq__lds_best(chip, rocq__lds_decoded, rocq__lds_decoded_paces,
-                                     ROCQ__LDS_DECODED, &site, ROCQ__MERGE_RATE, -1,
-                                     &config.n_splits, &ns)
-                    : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces,
-                                     ROCQ__LDS_FORWARD_TILES, &site, ROCQ__MERGE_RATE, -1,
-                                     &config.n_splits, &ns);
-        if (decoded && rocq__takes_halves(chip, w, &site, ns, &tile, &config.n_splits)) {
+        bool decodes_first = false;
+        t = rocq__tiles_lds(chip, w, &site, &decodes_first);
+        if (decodes_first) {
             halves = rocq__product_halves(job, w);
             w = &halves;
         }
-        kernel = tile->matmul;
-        if (w->format != ROCQ_F16) {
-            kernel += ROCQ__LDS_DECODED * (rocq__k_format(w->format) - rocq__k_format(ROCQ_BF16));
-        }
-        threads = tile->threads;
-        tile_m = tile->columns;
-        tile_n = tile->rows;
-    } else if (g->path == ROCQ_PRECISION_F16) {
-        config = rocq__config_for(job->ctx, &site);
-        tile_n = config.tile_n;
-        kernel = ROCQ_K_matmul_f16_f32_128 + 2 * rocq__k_format(w->format) +
-                 (tile_n != ROCQ_K_MATMUL_F16_N);
-        threads = 128;
-    } else { // there is only one tile; the splits are chosen by the same rule. In F32 64 of K, two
-             // steps, take so long that they may be a part: a router has few rows, so few tiles
-        const bool int8 = g->path == ROCQ_PRECISION_INT8;
-        const int32_t only = int8 ? ROCQ_K_MATMUL_INT8_N : ROCQ_K_MATMUL_F32_N;
-        config = rocq__tiles_best(chip, &site, &only, 1, int8 ? ROCQ__TILE_SPLIT : 64);
-        tile_n = config.tile_n;
-        if (int8) {
-            kernel = ROCQ_K_matmul_int8_q4_0 + rocq__k_int8_format(w->format);
-            threads = 128;
-        }
+    } else {
+        t = rocq__tiles_plain(job->ctx, g->path, w->format, &site);
     }
-    const int64_t n_splits = config.n_splits;
+    rocq_k_matmul_args args;
     memset(&args, 0, sizeof args);
     args.w = rocq__device_data(w);
     args.w_units = rocq_tensor_count(w) / 32;
@@ -20144,24 +20170,24 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
     args.m = m;
     args.n = n;
     args.k = k;
-    args.tiles_m = (int32_t)((m + tile_m - 1) / tile_m);
-    args.tiles_n = (int32_t)((n + tile_n - 1) / tile_n);
-    args.n_splits = (int32_t)n_splits;
+    args.tiles_m = (int32_t)((m + t.m - 1) / t.m);
+    args.tiles_n = (int32_t)((n + t.n - 1) / t.n);
+    args.n_splits = t.n_splits;
     args.format = (int32_t)w->format;
     args.batch2 = (int32_t)x->ne[2];
     args.run2 = (int32_t)(x->ne[2] / w->ne[2]);
     args.run3 = (int32_t)(x->ne[3] / w->ne[3]);
     args.w_batch2 = (int32_t)w->ne[2];
-    const int64_t work_ne[4] = {m, n_splits, n, n_matrices};
-    if (n_splits > 1) {
+    const int64_t work_ne[4] = {m, t.n_splits, n, n_matrices};
+    if (t.n_splits > 1) {
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, work_ne, m);
         args.work = (float *)rocq__device_data(&work);
     }
     job->used = used;
-    rocq__job_launch(job, kernel, args.tiles_m * n_splits * args.tiles_n, n_matrices, threads,
-                     &args);
-    if (n_splits == 1) return;
-    const double partials = (double)(m * n * n_splits) * (double)n_matrices;
+    rocq__job_launch(job, t.kernel, (int64_t)args.tiles_m * t.n_splits * args.tiles_n, n_matrices,
+                     t.threads, &args);
+    if (t.n_splits == 1) return;
+    const double partials = (double)(m * n * t.n_splits) * (double)n_matrices;
     const rocq__cost merge = {4.0 * partials, partials, 0.0};
     job->cost = merge;
     args.tiles_m = (int32_t)((m + ROCQ_K_MERGE_M - 1) / ROCQ_K_MERGE_M);
@@ -20526,7 +20552,7 @@ static int rocq__head_size(int64_t head_dim) {
 }
 
 static rocq__site rocq__attention_site(const rocq_attention_params *p) {
-    const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+    const int64_t n_kv = rocq__attention_positions(p);
     rocq__site site;
     memset(&site, 0, sizeof site);
     site.kind = ROCQ__KIND_ATTENTION;
@@ -20583,7 +20609,7 @@ static bool rocq__attention_lds(const rocq__chip *chip, const rocq_attention_par
 static bool rocq__attention_steps(const rocq_attention_params *p) {
     const rocq_tensor *const kv[2] = {p->k, p->v};
     const int64_t d = p->q->ne[0], group = p->q->ne[1] / p->k->ne[1];
-    const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+    const int64_t n_kv = rocq__attention_positions(p);
     if (p->mask || p->sinks || p->lse || p->softcap > 0.0f || p->window > 0 || p->q->ne[2] != 1 ||
         group > ROCQ_K_DECODE_COLUMNS || (group > 1 && n_kv > ROCQ__ATTENTION_STEP / group) ||
         (d != 64 && d != 128) ||
@@ -20599,45 +20625,51 @@ static bool rocq__attention_steps(const rocq_attention_params *p) {
     return true;
 }
 
-static void rocq__job_attention(rocq__job *job, const void *params) {
-    const rocq_attention_params *p = (const rocq_attention_params *)params;
-    const int64_t n_heads = p->q->ne[1], n_kv_heads = p->k->ne[1], n_q = p->q->ne[2];
-    const int64_t n_seqs = p->q->ne[3], columns = n_heads / n_kv_heads * n_q;
-    const int size = rocq__head_size(p->q->ne[0]);
-    const int64_t head_dim = rocq__head_dims[size];
-    if (job->ctx->desc.precision == ROCQ_PRECISION_F32) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "attention: the context is to compute in F32, the GPU has F16");
-        return;
-    }
+// How a launch is cut up: a block has a tile of a KV head's columns (the queries of all its heads),
+// or shares it with others. A block of attention_step has a run of positions of one head.
+typedef struct rocq__attention_grid {
+    int kernel;
+    int64_t tile;     // columns
+    int64_t n_tiles;  // of a KV head of a sequence
+    int64_t blocks;   // tiles of all of them
+    int64_t n_splits; // blocks that share a tile
+    int64_t runs;     // of a head where the kernel is attention_step, else 0
+} rocq__attention_grid;
+
+static rocq__attention_grid rocq__attention_cut(rocq_ctx *ctx, const rocq_attention_params *p) {
+    const rocq__chip *chip = rocq__chip_of(ctx);
     const rocq__site site = rocq__attention_site(p);
-    const bool lds = rocq__attention_lds(rocq__chip_of(job->ctx), p);
-    rocq_launch_config config = rocq__config_for(job->ctx, &site);
-    if (lds) {
-        config.tile_n = ROCQ_K_PREFILL_COLUMNS(512);
-        config.n_splits = 1;
-    }
-    const int64_t tile = config.tile_n;
-    const bool decode = rocq__attention_decodes(&site, config.tile_n);
-    const int64_t n_tiles = (columns + tile - 1) / tile, blocks = n_tiles * n_kv_heads * n_seqs;
-    const int64_t group = n_heads / n_kv_heads;
-    const int64_t heads = n_heads * n_seqs, units = rocq__chip_of(job->ctx)->n_units;
-    int64_t n_splits = blocks <= ROCQ__COUNTERS ? config.n_splits : 1, runs = 0;
+    const rocq_launch_config config = rocq__config_for(ctx, &site);
+    const bool lds = rocq__attention_lds(chip, p);
+    const int32_t tile = lds ? ROCQ_K_PREFILL_COLUMNS(512) : config.tile_n;
+    const bool decode = rocq__attention_decodes(&site, tile);
+    const int64_t heads = p->q->ne[1] * p->q->ne[3], group = p->q->ne[1] / p->k->ne[1];
+    rocq__attention_grid g;
+    g.tile = tile;
+    g.n_tiles = (group * p->q->ne[2] + tile - 1) / tile;
+    g.blocks = g.n_tiles * p->k->ne[1] * p->q->ne[3];
+    g.n_splits = g.blocks <= ROCQ__COUNTERS && !lds ? config.n_splits : 1;
+    g.runs = 0;
+    g.kernel = lds ? ROCQ_K_attention_lds_512
+                   : (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) +
+                         2 * rocq__head_size(p->q->ne[0]);
     // attention_step has a block for each run of each head. Where heads share K and V it is used
     // only if the chip has a unit for every head.
-    if (decode && n_tiles == 1 && (group == 1 || heads <= units) && rocq__attention_steps(p)) {
-        const int64_t most = (int64_t)site.n * head_dim / ROCQ__ATTENTION_FLIGHT;
-        runs = heads <= ROCQ__COUNTERS ? ROCQ__ATTENTION_BLOCKS * units / heads : 1;
-        runs = ROCQ__MAX(ROCQ__MIN(runs, most), 1);
-        n_splits = group * runs;
+    if (decode && g.n_tiles == 1 && (group == 1 || heads <= chip->n_units) &&
+        rocq__attention_steps(p)) {
+        const int64_t most = (int64_t)site.n * site.k / ROCQ__ATTENTION_FLIGHT;
+        const int64_t runs =
+            heads <= ROCQ__COUNTERS ? ROCQ__ATTENTION_BLOCKS * chip->n_units / heads : 1;
+        g.runs = ROCQ__MAX(ROCQ__MIN(runs, most), 1);
+        g.n_splits = group * g.runs;
+        g.kernel = site.k == 64 ? ROCQ_K_attention_step_64 : ROCQ_K_attention_step_128;
     }
-    if (columns > INT32_MAX / 2 || columns * group > UINT32_MAX) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                       "attention: %lld queries in a group on the GPU", (long long)columns);
-        return;
-    }
+    return g;
+}
 
+static rocq_k_attention_args rocq__attention_args(const rocq_attention_params *p,
+                                                  const rocq__attention_grid *g) {
+    const int64_t group = p->q->ne[1] / p->k->ne[1];
     rocq_k_attention_args args;
     memset(&args, 0, sizeof args);
     args.out = rocq__k_tensor(p->out);
@@ -20649,23 +20681,57 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     args.sinks = (const float *)rocq__device_data(p->sinks);
     args.kv_len = (const int32_t *)rocq__device_data(p->kv_len);
     args.page_table = (const int32_t *)rocq__device_data(p->page_table);
-    args.n_kv = site.n;
+    args.n_kv = rocq__clamp32(rocq__attention_positions(p));
     args.page_size = p->page_size;
     args.n_pages = p->page_table ? (int32_t)p->page_table->ne[0] : 0;
     args.head_dim = (int32_t)p->q->ne[0];
-    args.n_heads = (int32_t)n_heads;
-    args.n_kv_heads = (int32_t)n_kv_heads;
-    args.n_q = (int32_t)n_q;
-    args.n_seqs = (int32_t)n_seqs;
+    args.n_heads = (int32_t)p->q->ne[1];
+    args.n_kv_heads = (int32_t)p->k->ne[1];
+    args.n_q = (int32_t)p->q->ne[2];
+    args.n_seqs = (int32_t)p->q->ne[3];
     args.group = (int32_t)group;
     args.group_inverse = (uint32_t)(UINT32_MAX / group);
     args.scale = p->scale != 0.0f ? p->scale : 1.0f / sqrtf((float)p->q->ne[0]);
     args.softcap = p->softcap;
     args.window = p->window;
     args.causal = p->causal;
-    args.n_splits = (int32_t)n_splits;
-    args.n_tiles = (int32_t)n_tiles;
-    args.step = (int32_t)runs;
+    args.n_splits = (int32_t)g->n_splits;
+    args.n_tiles = (int32_t)g->n_tiles;
+    args.step = (int32_t)g->runs;
+    return args;
+}
+
+// The time cap must not be too late: as if every query saw all that is there, and with K and V read
+// anew for each tile of queries.
+static rocq__cost rocq__attention_most(const rocq__job *job, const rocq_attention_params *p,
+                                       int64_t n_tiles) {
+    rocq_attention_params all = *p;
+    all.kv_len = NULL;
+    all.causal = false;
+    all.window = 0;
+    all.mask = NULL;
+    rocq__cost cost = rocq__job_cost(job, ROCQ_OP_ATTENTION, &all);
+    const double once = 8.0 * (double)rocq_tensor_count(p->q); // bytes of q and out
+    cost.bytes = once + (cost.bytes - once) * (double)n_tiles;
+    return cost;
+}
+
+static void rocq__job_attention(rocq__job *job, const void *params) {
+    const rocq_attention_params *p = (const rocq_attention_params *)params;
+    const int64_t group = p->q->ne[1] / p->k->ne[1], columns = group * p->q->ne[2];
+    if (job->ctx->desc.precision == ROCQ_PRECISION_F32) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                 "attention: the context is to compute in F32, the GPU has F16");
+        return;
+    }
+    if (columns > INT32_MAX / 2 || columns * group > UINT32_MAX) {
+        job->result =
+            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                       "attention: %lld queries in a group on the GPU", (long long)columns);
+        return;
+    }
+    const rocq__attention_grid g = rocq__attention_cut(job->ctx, p);
+    rocq_k_attention_args args = rocq__attention_args(p, &g);
     if (job->before) {
         const rocq_rope_append_params *append = job->before->append;
         args.append[0] = rocq__k_tensor(append->k);
@@ -20678,30 +20744,20 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "attention: KV rows 4 GiB apart on the GPU");
         return;
     }
-    if (runs > 0 ? runs > 1 : n_splits > 1) {
-        const int64_t part[4] = {head_dim + 2, runs > 0 ? 1 : tile, runs > 0 ? heads : blocks,
-                                 runs > 0 ? runs : n_splits}; // O, m and l of a column
-        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, part, part[0]);
+    if (g.runs > 0 ? g.runs > 1 : g.n_splits > 1) { // for O, m and l of each column
+        const int64_t size = rocq__head_dims[rocq__head_size(p->q->ne[0])] + 2;
+        const int64_t of_step[4] = {size, 1, p->q->ne[1] * p->q->ne[3], g.runs};
+        const int64_t of_tiles[4] = {size, g.tile, g.blocks, g.n_splits};
+        const int64_t *ne = g.runs > 0 ? of_step : of_tiles;
+        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, size);
         args.work = (float *)rocq__device_data(&work);
         if (!job->planning && job->result == ROCQ_OK) {
-            job->result = rocq__counters_hip(job->ctx, part[2], &args.counter);
+            job->result = rocq__counters_hip(job->ctx, ne[2], &args.counter);
         }
     }
-    // The time cap must not be too late: as if every query saw all that is there, and with K and V
-    // read anew for each tile of queries.
-    rocq_attention_params all = *p;
-    all.kv_len = NULL;
-    all.causal = false;
-    all.window = 0;
-    all.mask = NULL;
-    job->cost = rocq__job_cost(job, ROCQ_OP_ATTENTION, &all);
-    const double once = 8.0 * (double)rocq_tensor_count(p->q); // bytes of q and out
-    job->cost.bytes = once + (job->cost.bytes - once) * (double)n_tiles;
-    const int kernel =
-        lds        ? ROCQ_K_attention_lds_512
-        : runs > 0 ? (head_dim == 64 ? ROCQ_K_attention_step_64 : ROCQ_K_attention_step_128)
-                   : (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size;
-    rocq__job_launch(job, kernel, blocks * n_splits, 1, rocq__kernels[kernel].threads, &args);
+    job->cost = rocq__attention_most(job, p, g.n_tiles);
+    rocq__job_launch(job, g.kernel, g.blocks * g.n_splits, 1, rocq__kernels[g.kernel].threads,
+                     &args);
 }
 
 // -- rmsnorm, layernorm --
@@ -23181,7 +23237,7 @@ static bool rocq__attention_reach(const rocq_ctx *ctx, const rocq_attention_para
     if (p->kv_len && rocq__on_gpu(ctx)) return false;
     if (p->kv_len) kv_len = (const int32_t *)rocq_tensor_data(p->kv_len);
     for (int64_t s = 0; s < p->q->ne[3]; s++) {
-        const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+        const int64_t n_kv = rocq__attention_positions(p);
         const int64_t length = kv_len ? kv_len[s] : n_kv;
         const int64_t window = p->window > 0 ? p->window : length;
         // If causal, only the last length queries see anything: of these, query i sees least + i

@@ -3088,6 +3088,14 @@ DEV void matvec_share(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &
 #undef ROCQ_X
 }
 
+// What a block works on, which of its waves this is, and the block's LDS.
+struct matvec_at {
+    uint32_t block;
+    int product, first_row, wave;
+    float *sums, *work;
+    u32x4 *row_x;
+};
+
 // Each thread finishes one y. This is all that it needs besides the sums. It is loaded before the
 // barrier, so that the loads of bias, gate and residual are in flight while other waves still
 // multiply.
@@ -3225,6 +3233,14 @@ DEV void matvec_put_q8_0(const rocq_k_matvec_args &a, const matvec_tail &t, int 
     } else {
         put_q8_0(t.y + t.c * t.y_stride + first_row / 32 * 34, i, live, four);
     }
+}
+
+// Stores y, in the tail's row and column.
+template <int N>
+DEV void matvec_put(const rocq_k_matvec_args &a, const matvec_tail &t, int first_row, float *sums,
+                    float y) {
+    if (t.y_format == ROCQ_Q8_0) matvec_put_q8_0<N>(a, t, first_row, sums, y);
+    else put_float(t.y_format, t.y + t.c * t.y_stride, first_row + t.r, y);
 }
 
 // A prefetch for the time in which the block makes x: loads a word of the first unit that the lane
@@ -3386,15 +3402,16 @@ DEV bool matvec_low_tail(const rocq_k_matvec_args &a0, int product, int row, mat
 struct matvec_low_early {
     uint32_t turn, touched[2];
 };
-DEV void matvec_low_begin(const rocq_k_matvec_args &a, int product, int first_row, int m, int wave,
+DEV void matvec_low_begin(const rocq_k_matvec_args &a, const matvec_at &at, int m,
                           matvec_low_early &early) {
-    if (product != 0 && wave != 0) return;
+    if (at.product != 0 && at.wave != 0) return;
     early = {atomic_look(a.low.words), {0, 0}};
-    const int rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> matvec_k_shift<true>(a, product);
-    const int row = min(first_row + (lane_index() & (rows - 1)), m - 1);
+    const int k_shift = matvec_k_shift<true>(a, at.product);
+    const int rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> k_shift;
+    const int row = min(at.first_row + (lane_index() & (rows - 1)), m - 1);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const rocq_k_lora &lora = a.lora[product][i];
+        const rocq_k_lora &lora = a.lora[at.product][i];
         if (lora.rank == 0) continue;
         early.touched[i] = gload((const uint32_t *)((const char *)lora.b + row * lora.b_stride));
     }
@@ -3408,18 +3425,62 @@ DEV void matvec_low_touched(matvec_low_early &e) { // they need no registers beh
 // is read only when the loads have been issued: they would wait for it otherwise. For the same
 // reason matvec_low_begin, whose loads are needed last, comes behind them.
 template <int F, int QUADS, bool LOW>
-DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int product,
-                    int first_row, int row, int wave, int k_wave, bool block_0, u32x4 *lds,
-                    float *work, matvec_low_early &early) {
+DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p,
+                    const matvec_at &at, int row, int k_wave, matvec_low_early &early) {
     float v[QUADS][4], w[QUADS][4];
     uint32_t touched[ROCQ_K_MATVEC_ROWS];
     matvec_row_load(a.x, a.k, v);
     if (a.row.weight) matvec_row_load(a.row.weight, a.k, w);
     matvec_touch<F>(p, row, a.k / 32, k_wave, touched);
-    if constexpr (LOW) matvec_low_begin(a, product, first_row, p.m, wave, early);
-    matvec_row_stage(a, v, w, block_0 && a.row.y, lds, work);
+    if constexpr (LOW) matvec_low_begin(a, at, p.m, early);
+    matvec_row_stage(a, v, w, at.block == 0 && a.row.y, at.row_x, at.work);
 #pragma unroll
     for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) computed(touched[r]);
+}
+
+// The end of a block with LOW: its sums are in LDS behind the barrier. Wave 0 of a block of product
+// 0 stores its rows of t, that of another one waits for them and adds B t to what its block stores.
+template <int N, bool ROW>
+DEV void matvec_low_finish(const rocq_k_matvec_args &a, const matvec_at &at,
+                           matvec_low_early &early, matvec_tail &tail) {
+    const int product = at.product, first_row = at.first_row;
+    const bool first_wave = at.wave == 0;
+    matvec_low_b b;
+    uint32_t turn = 0, word = 1;
+    if (product == 0 || first_wave) turn = wave_read(early.turn, 0) >> 31;
+    uint32_t *const words = matvec_low_words(a, turn);
+    if (product != 0 && first_wave) {
+        if (!ROW) matvec_low_touched(early);
+        word = matvec_low_look(a, product, 0, words, 1);
+        b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
+    }
+    block_sync_lds();
+    if (!first_wave) { // wave 0 has all that is live
+        if (product == 0) matvec_low_clear(a, at.block, turn);
+        return;
+    }
+    if (thread_index() == 0) {
+        atomic_add(a.low.words, at.block == 0 ? (1u << 31) - (a.low.n_blocks - 1) : 1);
+    }
+    matvec_pair both = {0.0f, 1.0f};
+    if (tail.live) both = matvec_pair_of<N>(tail, at.sums);
+    if (product != 0) {
+        u32x4 *const low_t = (u32x4 *)at.work;
+        for (;;) {
+            const int lora_row = min(first_row + tail.r, tail.m - 1);
+            if (matvec_low_tail(a, product, lora_row, b, words, word, low_t, tail)) break;
+            matvec_low_help<ROW>(a, at.row_x, words, at.sums);
+            // Loaded a second time, so that matvec_low_help has the registers of tail and b.
+            tail = matvec_tail_of<true>(a, product, first_row);
+            b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
+            word = 0;
+        }
+    }
+    if (tail.live) {
+        const float y = matvec_y(tail, both);
+        if (product == 0) matvec_low_put(words, first_row + tail.r, y);
+        matvec_put<N>(a, tail, first_row, at.sums, y);
+    }
 }
 
 // What a block does. F: the format of all products, MATVEC_MIXED or MATVEC_LOW where each has its
@@ -3477,66 +3538,28 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> k_shift);
     const int row = first_row + (wave >> k_shift) * ROWS, k_wave = wave & ((1 << k_shift) - 1);
     float *out = sums + wave * ROWS * N;
+    const matvec_at at = {block, product, first_row, wave, sums, work, row_x};
     matvec_low_early early;
     if constexpr (ROW) {
-        const bool block_0 = block == 0;
-#define ROCQ_QUADS(n) \
-    matvec_row<F, n, LOW>(a, p, product, first_row, row, wave, k_wave, block_0, row_x, work, early)
+#define ROCQ_QUADS(n) matvec_row<F, n, LOW>(a, p, at, row, k_wave, early)
         if (a.k > 2048) ROCQ_QUADS(4);
         else if (a.k > 1024) ROCQ_QUADS(2);
         else ROCQ_QUADS(1);
 #undef ROCQ_QUADS
         if (LOW && product != 0 && wave == 0) matvec_low_touched(early);
     } else if constexpr (LOW) {
-        matvec_low_begin(a, product, first_row, p.m, wave, early);
+        matvec_low_begin(a, at, p.m, early);
     }
     if (row < p.m) matvec_share<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
     matvec_tail tail = matvec_tail_of<LOW>(a, product, first_row);
     if constexpr (LOW) {
-        matvec_low_b b;
-        uint32_t turn = 0, word = 1;
-        if (product == 0 || wave == 0) turn = wave_read(early.turn, 0) >> 31;
-        uint32_t *const words = matvec_low_words(a, turn);
-        if (product != 0 && wave == 0) {
-            if (!ROW) matvec_low_touched(early);
-            word = matvec_low_look(a, product, 0, words, 1);
-            b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
-        }
-        block_sync_lds();
-        if (wave != 0) { // wave 0 has all that is live
-            if (product == 0) matvec_low_clear(a, block, turn);
-            return;
-        }
-        if (thread_index() == 0) {
-            atomic_add(a.low.words, block == 0 ? (1u << 31) - (a.low.n_blocks - 1) : 1);
-        }
-        matvec_pair both = {0.0f, 1.0f};
-        if (tail.live) both = matvec_pair_of<N>(tail, sums);
-        if (product != 0) {
-            u32x4 *const low_t = (u32x4 *)work;
-            for (;;) {
-                const int lora_row = min(first_row + tail.r, tail.m - 1);
-                if (matvec_low_tail(a, product, lora_row, b, words, word, low_t, tail)) break;
-                matvec_low_help<ROW>(a, row_x, words, sums);
-                // Loaded a second time, so that matvec_low_help has the registers of tail and b.
-                tail = matvec_tail_of<true>(a, product, first_row);
-                b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
-                word = 0;
-            }
-        }
-        if (tail.live) {
-            const float y = matvec_y(tail, both);
-            if (product == 0) matvec_low_put(words, first_row + tail.r, y);
-            if (tail.y_format == ROCQ_Q8_0) matvec_put_q8_0<N>(a, tail, first_row, sums, y);
-            else put_float(tail.y_format, tail.y + tail.c * tail.y_stride, first_row + tail.r, y);
-        }
+        matvec_low_finish<N, ROW>(a, at, early, tail);
         return;
     }
     block_sync_lds();
     if (!tail.live) return;
     const float y = matvec_y(tail, matvec_pair_of<N>(tail, sums));
-    if (tail.y_format == ROCQ_Q8_0) matvec_put_q8_0<N>(a, tail, first_row, sums, y);
-    else put_float(tail.y_format, tail.y + tail.c * tail.y_stride, first_row + tail.r, y);
+    matvec_put<N>(a, tail, first_row, sums, y);
 }
 
 // The occupancy in waves a SIMD that the compiler has to allow for. It is the most for which
@@ -3612,6 +3635,17 @@ DEV int experts_copy(const rocq_k_experts_copies &copies, int e) {
     return (uint32_t)at < (uint32_t)copies.n ? at : -1;
 }
 
+// The w, or the w2, of expert e or of its copy.
+DEV rocq_k_matvec_weights experts_weights(const rocq_k_experts_args &a, int e, int copy,
+                                          bool second) {
+    rocq_k_matvec_weights p = a.weights;
+    p.w = copy < 0 ? (second ? a.weights.w2 : a.weights.w) : (second ? a.copies.w2 : a.copies.w);
+    p.w2 = nullptr;
+    p.n_units = copy < 0 ? a.weights.n_units : a.copies.n_units;
+    p.row0 = (int64_t)(copy < 0 ? e : copy) * p.m;
+    return p;
+}
+
 // Encodes v as Q8_0, as matvec_put_q8_0 does: a block has the 32 rows of a unit, and its first wave
 // has their values.
 DEV void experts_put_q8_0(const rocq_k_experts_args &a, int token, int slot, int first_row,
@@ -3663,13 +3697,8 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
                 // both live throughout, and with 64 registers a thread nvcc spilled.
 #pragma unroll 1
                 for (int pass = 0; pass < (a.weights.w2 ? 2 : 1); pass++) {
-                    rocq_k_matvec_weights p = a.weights;
+                    const rocq_k_matvec_weights p = experts_weights(a, e, copy, pass);
                     rocq_k_matvec_args one;
-                    p.w = copy < 0 ? (pass ? a.weights.w2 : a.weights.w)
-                                   : (pass ? a.copies.w2 : a.copies.w);
-                    p.w2 = nullptr;
-                    p.n_units = copy < 0 ? a.weights.n_units : a.copies.n_units;
-                    p.row0 = (int64_t)(copy < 0 ? e : copy) * p.m;
                     one.x = a.x;
                     one.x_units = a.x_units;
                     one.x_stride = a.x_stride;
@@ -3905,11 +3934,14 @@ DEV int route_take(uint32_t *keys, int n) {
 enum {
     ROUTE_BYTES = 12 * ROCQ_K_ROUTE_EXPERTS + 4 * ROCQ_K_ROUTE_SLOTS // of LDS
 };
-DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *lds) {
-    float *const scores = (float *)lds;
-    uint32_t *const keys = (uint32_t *)lds + ROCQ_K_ROUTE_EXPERTS;
-    uint32_t *const groups = keys + ROCQ_K_ROUTE_EXPERTS;
-    int *const chosen = (int *)(groups + ROCQ_K_ROUTE_EXPERTS);
+struct route_lds {
+    float *scores;          // of each expert
+    uint32_t *keys;         // what the choice goes by, of each expert and of each group of them
+    uint32_t *groups;
+    int *chosen;            // expert of each slot
+};
+// Computes the scores and keys of all experts.
+DEV void route_score(const rocq_k_route_args &a, int64_t token, const route_lds &lds) {
     const float *const logits = a.logits + token * a.logits_stride;
     const int lane = lane_index(), n = a.n_experts;
     const bool by_score = a.bias || a.n_groups > 1;
@@ -3917,80 +3949,78 @@ DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *lds) {
 #pragma unroll 4 // four loads are in flight
     for (int e = lane; e < n; e += 32) {
         const float x = gload(logits + e);
-        lput(scores + e, x);
-        lput(keys + e, route_key(x));
+        lput(lds.scores + e, x);
+        lput(lds.keys + e, route_key(x));
         top = fmaxf(top, x);
     }
     if (a.scores == ROCQ_SCORES_SOFTMAX) {
         top = wave_max(top);
 #pragma unroll 1
         for (int e = lane; e < n; e += 32) {
-            const float x = exp_full(lget(scores + e) - top);
-            lput(scores + e, x);
+            const float x = exp_full(lget(lds.scores + e) - top);
+            lput(lds.scores + e, x);
             sum += x;
         }
         sum = wave_sum(sum);
     }
 #pragma unroll 1
     for (int e = lane; e < n; e += 32) {
-        float s = lget(scores + e);
+        float s = lget(lds.scores + e);
         if (a.scores == ROCQ_SCORES_SIGMOID) s = 1.0f / (1.0f + exp_full(-s));
         if (a.scores == ROCQ_SCORES_SOFTMAX) s /= sum;
-        lput(scores + e, s);
-        if (by_score) lput(keys + e, route_key(s + (a.bias ? gload(a.bias + e) : 0.0f)));
+        lput(lds.scores + e, s);
+        if (by_score) lput(lds.keys + e, route_key(s + (a.bias ? gload(a.bias + e) : 0.0f)));
     }
     wave_sync();
-    if (a.n_groups > 1) {
-        const int size = n / a.n_groups;
+}
+// Chooses groups by the sum of their two best experts. Experts of the others must not be chosen.
+DEV void route_choose_groups(const rocq_k_route_args &a, const route_lds &lds) {
+    const int lane = lane_index(), n = a.n_experts, size = n / a.n_groups;
 #pragma unroll 1
-        for (int g = lane; g < a.n_groups; g += 32) {
-            uint32_t first = 0, second = 0;
-            float best = 0.0f, next = 0.0f;
+    for (int g = lane; g < a.n_groups; g += 32) {
+        uint32_t first = 0, second = 0;
+        float best = 0.0f, next = 0.0f;
 #pragma unroll 1
-            for (int e = g * size; e < (g + 1) * size; e++) {
-                const uint32_t key = lget(keys + e);
-                const float v = lget(scores + e) + (a.bias ? gload(a.bias + e) : 0.0f);
-                if (key > first) {
-                    second = first;
-                    next = best;
-                    first = key;
-                    best = v;
-                } else if (key > second) {
-                    second = key;
-                    next = v;
-                }
+        for (int e = g * size; e < (g + 1) * size; e++) {
+            const uint32_t key = lget(lds.keys + e);
+            const float v = lget(lds.scores + e) + (a.bias ? gload(a.bias + e) : 0.0f);
+            if (key > first) {
+                second = first;
+                next = best;
+                first = key;
+                best = v;
+            } else if (key > second) {
+                second = key;
+                next = v;
             }
-            lput(groups + g, route_key(size > 1 ? best + next : best));
         }
-        wave_sync();
+        lput(lds.groups + g, route_key(size > 1 ? best + next : best));
+    }
+    wave_sync();
 #pragma unroll 1
-        for (int i = 0; i < a.top_groups; i++) {
-            route_take(groups, a.n_groups);
-            wave_sync();
-        }
-#pragma unroll 1
-        for (int e = lane; e < n; e += 32) { // experts of the other groups must not be chosen
-            if (lget(groups + e / size) != 0) lput(keys + e, 0u);
-        }
+    for (int i = 0; i < a.top_groups; i++) {
+        route_take(lds.groups, a.n_groups);
         wave_sync();
     }
 #pragma unroll 1
-    for (int slot = 0; slot < a.n_slots; slot++) {
-        const int e = route_take(keys, n);
-        if (lane == 0) lput(chosen + slot, e);
-        wave_sync();
+    for (int e = lane; e < n; e += 32) {
+        if (lget(lds.groups + e / size) != 0) lput(lds.keys + e, 0u);
     }
+    wave_sync();
+}
+// Stores the experts that have been chosen, and their weights.
+DEV void route_weigh(const rocq_k_route_args &a, int64_t token, const route_lds &lds) {
     const bool softmax = a.scores == ROCQ_SCORES_SOFTMAX_CHOSEN;
-    top = -INFINITY;
-    sum = 0.0f;
+    const int lane = lane_index();
+    float top = -INFINITY, sum = 0.0f;
 #pragma unroll 1
     for (int slot = lane; slot < a.n_slots; slot += 32) {
-        top = fmaxf(top, lget(scores + lget(chosen + slot)));
+        top = fmaxf(top, lget(lds.scores + lget(lds.chosen + slot)));
     }
     top = wave_max(top);
 #pragma unroll 1
     for (int slot = lane; slot < a.n_slots; slot += 32) {
-        const float s = lget(scores + lget(chosen + slot));
+        const float s = lget(lds.scores + lget(lds.chosen + slot));
         sum += softmax ? exp_full(s - top) : s;
     }
     sum = wave_sum(sum);
@@ -3998,12 +4028,27 @@ DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *lds) {
     const float factor = softmax ? a.scale / sum : a.renormalise ? a.scale / least : a.scale;
 #pragma unroll 1
     for (int slot = lane; slot < a.n_slots; slot += 32) {
-        const int e = lget(chosen + slot);
-        const float s = lget(scores + e), own = a.expert_scale ? gload(a.expert_scale + e) : 1.0f;
+        const int e = lget(lds.chosen + slot);
+        const float s = lget(lds.scores + e);
+        const float own = a.expert_scale ? gload(a.expert_scale + e) : 1.0f;
         gstore(a.ids + token * a.ids_stride + slot, e);
         gstore(a.weights + token * a.weights_stride + slot,
                (softmax ? exp_full(s - top) : s) * factor * own);
     }
+}
+DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *at) {
+    uint32_t *const keys = (uint32_t *)at + ROCQ_K_ROUTE_EXPERTS,
+             *const groups = keys + ROCQ_K_ROUTE_EXPERTS;
+    const route_lds lds = {(float *)at, keys, groups, (int *)(groups + ROCQ_K_ROUTE_EXPERTS)};
+    route_score(a, token, lds);
+    if (a.n_groups > 1) route_choose_groups(a, lds);
+#pragma unroll 1
+    for (int slot = 0; slot < a.n_slots; slot++) {
+        const int e = route_take(keys, a.n_experts);
+        if (lane_index() == 0) lput(lds.chosen + slot, e);
+        wave_sync();
+    }
+    route_weigh(a, token, lds);
 }
 KERNEL(route, rocq_k_route_args, 32) {
     LDS(u32x4, lds, ROUTE_BYTES / 16);
@@ -4962,6 +5007,76 @@ DEV void matmul_lds(const rocq_k_matmul_args &a) {
 ROCQ_K_LDS_FORWARD_TILES(ROCQ_X, )
 #undef ROCQ_X
 
+// What a thread has of w in matmul_lds_decoded: in each step a unit of each of UNITS rows, or of
+// BF16 VECTORS vectors. Rows past the tile's last one repeat it.
+template <int F, int BN, int BM> struct lds_weights {
+    enum { THREADS = 2 * BM, UNITS = BN / BM, VECTORS = 8 * BN / THREADS };
+    const char *w; // the tile's first row, of a plain format
+    planes<F> p;   // or of another
+    uint32_t k, row_units, last_row;
+    raw<F> units[2];
+    u32x4 vectors[is_plain<F>() ? (int)VECTORS : 1];
+};
+template <int F, int BN, int BM>
+DEV lds_weights<F, BN, BM> lds_weights_of(const rocq_k_matmul_args &a, const matmul_place &at) {
+    lds_weights<F, BN, BM> w;
+    w.k = (uint32_t)a.k;
+    w.row_units = w.k / 32;
+    w.last_row = (uint32_t)(a.m - at.m0 < BN ? a.m - at.m0 : BN) - 1;
+    if constexpr (is_plain<F>()) w.w = (const char *)a.w + at.w_row * w.k * 2;
+    else w.p = planes_at(planes_of<F>(a.w, a.w_units, a.format), at.w_row * w.row_units);
+    return w;
+}
+template <int F, int BN, int BM>
+DEV void lds_weights_load(lds_weights<F, BN, BM> &w, uint32_t step) {
+    const uint32_t t = thread_index();
+    if constexpr (is_plain<F>()) {
+        const uint32_t e = 64 * step + 8 * (t % 8);
+#pragma unroll
+        for (int i = 0; i < w.VECTORS; i++) {
+            const uint32_t row = t / 8 + (uint32_t)(i * (w.THREADS / 8));
+            const uint32_t from = (row < w.last_row ? row : w.last_row) * w.k + e;
+            w.vectors[i] = make4(0, 0, 0, 0);
+            if (e < w.k) w.vectors[i] = gload((const u32x4 *)(w.w + (int64_t)from * 2));
+        }
+    } else {
+        const uint32_t own = 2 * step + t % 2, u = own < w.row_units ? own : w.row_units - 1;
+#pragma unroll
+        for (int i = 0; i < w.UNITS; i++) {
+            const uint32_t row = t / 2 + (uint32_t)(i * BM);
+            w.units[i] = load_raw(w.p, (row < w.last_row ? row : w.last_row) * w.row_units + u);
+        }
+    }
+}
+// Decodes what was loaded into a tile of LDS.
+template <int F, int BN, int BM>
+DEV void lds_weights_store(lds_weights<F, BN, BM> &w, uint32_t step, f16 *to) {
+    const int t = (int)thread_index();
+    if constexpr (is_plain<F>()) {
+#pragma unroll
+        for (int i = 0; i < w.VECTORS; i++) {
+            const int row = t / 8 + i * (w.THREADS / 8);
+            lput((u32x4 *)(to + 64 * row) + (t % 8 ^ (row & 7)),
+                 matmul_vector_halves<F>(w.vectors[i]));
+        }
+    } else {
+        const uint32_t half = (uint32_t)t % 2;
+        const bool there = 2 * step + half < w.row_units;
+#pragma unroll decode_passes<F>()
+        for (int i = 0; i < w.UNITS; i++) {
+            const int row = t / 2 + i * BM;
+            u32x4 halves[4];
+            matmul_unit_halves<F>(w.UNITS == 1 ? w.units[0] : take_row<F>(w.units, i),
+                                  2 * step + half, halves);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                lput((u32x4 *)(to + 64 * row) + ((4 * (int)half + j) ^ (row & 7)),
+                     there ? halves[j] : make4(0, 0, 0, 0));
+            }
+        }
+    }
+}
+
 // matmul of the other formats, except F32, on chips with WMMA_TILES: as matmul_lds, with w decoded
 // to F16 into the tile. In each step a thread decodes one unit of each of UNITS rows (BF16: VECTORS
 // vectors), which it loaded a step earlier, while the matrix unit still has the products of the
@@ -4971,77 +5086,22 @@ ROCQ_K_LDS_FORWARD_TILES(ROCQ_X, )
 // order. On an H200 195 to 365 TFLOPS from 512 columns on.
 template <int F, int BN, int BM, int STAGES, int AHEAD>
 DEV void matmul_lds_decoded(const rocq_k_matmul_args &a) {
-    enum {
-        THREADS = 2 * BM, STEP = 64 * (BM + BN), UNITS = BN / BM, VECTORS = 8 * BN / THREADS
-    };
+    enum { STEP = 64 * (BM + BN) };
     static_assert(AHEAD <= STAGES - 2, "stages are free in time");
     LDS_GRANTED(u32x4, tile, ROCQ_K_LDS_BYTES(BN, BM, STAGES) / 16);
     if (a.tiles_m == 0) return;
     f16 *const tiles = (f16 *)tile;
-    const uint32_t k = (uint32_t)a.k, row_units = k / 32;
+    const uint32_t k = (uint32_t)a.k;
     const matmul_place at = matmul_place_of(a, BN, BM, (k + 63) / 64);
-    const int t = (int)thread_index(), vector = t % 8;
-    const uint32_t half = (uint32_t)t % 2;
     const int64_t rows = a.n - at.n0;
     const lds_operand x = {(const char *)a.x + at.x_column * a.x_stride * 2, a.x_stride * 2,
                            (int32_t)(rows < BM ? rows : BM)};
-    const uint32_t w_last = (uint32_t)(a.m - at.m0 < BN ? a.m - at.m0 : BN) - 1;
-
-    raw<F> wr[2];
-    u32x4 wp[is_plain<F>() ? VECTORS : 1];
-    planes<F> p;
-    const char *w = nullptr;
-    if constexpr (is_plain<F>()) w = (const char *)a.w + at.w_row * k * 2;
-    else p = planes_at(planes_of<F>(a.w, a.w_units, a.format), at.w_row * row_units);
-    const auto load_w = [&](uint32_t step) {
-        if constexpr (is_plain<F>()) {
-            const uint32_t e = 64 * step + 8 * (uint32_t)vector;
-#pragma unroll
-            for (int i = 0; i < VECTORS; i++) {
-                const uint32_t row = (uint32_t)(t / 8 + i * (THREADS / 8));
-                const uint32_t from = (row < w_last ? row : w_last) * k + e;
-                wp[i] = make4(0, 0, 0, 0);
-                if (e < k) wp[i] = gload((const u32x4 *)(w + (int64_t)from * 2));
-            }
-        } else {
-            const uint32_t u = 2 * step + half < row_units ? 2 * step + half : row_units - 1;
-#pragma unroll
-            for (int i = 0; i < UNITS; i++) {
-                const uint32_t row = (uint32_t)(t / 2 + i * BM);
-                wr[i] = load_raw(p, (row < w_last ? row : w_last) * row_units + u);
-            }
-        }
-    };
-    const auto store_w = [&](uint32_t step, f16 *to) {
-        if constexpr (is_plain<F>()) {
-#pragma unroll
-            for (int i = 0; i < VECTORS; i++) {
-                const int row = t / 8 + i * (THREADS / 8);
-                lput((u32x4 *)(to + 64 * row) + (vector ^ (row & 7)),
-                     matmul_vector_halves<F>(wp[i]));
-            }
-        } else {
-            const bool there = 2 * step + half < row_units;
-#pragma unroll decode_passes<F>()
-            for (int i = 0; i < UNITS; i++) {
-                const int row = t / 2 + i * BM;
-                u32x4 halves[4];
-                matmul_unit_halves<F>(UNITS == 1 ? wr[0] : take_row<F>(wr, i), 2 * step + half,
-                                      halves);
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    lput((u32x4 *)(to + 64 * row) + ((4 * (int)half + j) ^ (row & 7)),
-                         there ? halves[j] : make4(0, 0, 0, 0));
-                }
-            }
-        }
-    };
-
+    lds_weights<F, BN, BM> w = lds_weights_of<F, BN, BM>(a, at);
     int stage = 0, free = 0;
     uint32_t ahead = at.begin;
     const auto load_x = [&]() {
         if (ahead < at.end) {
-            lds_load<false, BM, THREADS>(x, (int32_t)ahead * 64, (int32_t)k, tiles + free * STEP);
+            lds_load<false, BM, 2 * BM>(x, (int32_t)ahead * 64, (int32_t)k, tiles + free * STEP);
         }
         copies_close();
         ahead++;
@@ -5049,13 +5109,13 @@ DEV void matmul_lds_decoded(const rocq_k_matmul_args &a) {
     };
     frag_c c[1][BN / 16];
     matmul_clear(c);
-    load_w(at.begin);
+    lds_weights_load(w, at.begin);
     for (int i = 0; i < AHEAD; i++) load_x();
 #pragma unroll 1
     for (uint32_t step = at.begin; step < at.end; step++) {
         f16 *const x_tile = tiles + stage * STEP, *const w_tile = x_tile + 64 * BM;
-        store_w(step, w_tile);
-        if (step + 1 < at.end) load_w(step + 1);
+        lds_weights_store(w, step, w_tile);
+        if (step + 1 < at.end) lds_weights_load(w, step + 1);
         copies_wait<AHEAD - 1>();
         lds_written();
         block_sync_lds();
@@ -5288,29 +5348,88 @@ DEV uint32_t matmul_less_offset(uint32_t q, int offset) {
     return (q + 0x01010101u * (uint32_t)(128 - offset)) ^ 0x80808080u;
 }
 
-template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
-    typedef block_layout<F> l;
+template <int F> struct matmul_int8_shape {
     enum {
         BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_INT8_N, BK = MATMUL_INT8_BK, ROW = MATMUL_INT8_ROW,
         WM = 64, WN = 32, TM = WM / 16, TN = WN / 16,
-        GROUPS = l::halves ? 4 : 2 // of BK elements
-    };
-    // LDS has the codes, then floats: scales of w and of x, mins of w and sums of the values of x,
-    // each group after group.
-    enum {
+        GROUPS = block_layout<F>::halves ? 4 : 2, // of BK elements
+        GROUP = BK / GROUPS, // elements
+        // LDS has the codes, then floats: scales of w and of x, mins of w and sums of the values of
+        // x, each group after group.
         CODES = (BM + BN) * ROW, XS = GROUPS * BM, WMIN = XS + 2 * BN, XSUM = WMIN + GROUPS * BM,
-        FLOATS = l::has_min ? XSUM + GROUPS * BN : WMIN
+        FLOATS = block_layout<F>::has_min ? XSUM + GROUPS * BN : WMIN
     };
-    LDS(u32x4, tile, CODES / 16 + FLOATS / 4);
+};
+struct matmul_int8_lds {
+    int8_t *w, *x;
+    float *w_scale, *x_scale, *w_min, *x_sum;
+};
+
+// Stores codes and factors of a thread's units, half `half` of a step, in LDS.
+template <int F>
+DEV void matmul_int8_store_w(const matmul_int8_lds &lds, raw<F> (&from)[2], uint32_t step) {
+    typedef block_layout<F> l;
+    typedef matmul_int8_shape<F> S;
+    const int t = (int)thread_index();
+    const uint32_t half = (uint32_t)t % 2;
+#pragma unroll decode_passes<F>()
+    for (int i = 0; i < 2; i++) {
+        const uint32_t row = (uint32_t)(t / 2 + i * (S::BM / 2));
+        const unit u = decode_raw<F>(take_row<F>(from, i), 2 * step + half);
+        uint32_t q[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            q[j] = l::offset ? matmul_less_offset(u.q[j], l::offset) : u.q[j];
+        }
+        u32x4 *to = (u32x4 *)(lds.w + row * S::ROW) + 2 * half;
+        lput(to, make4(q[0], q[1], q[2], q[3]));
+        lput(to + 1, make4(q[4], q[5], q[6], q[7]));
+#pragma unroll
+        for (int g = 0; g < S::GROUPS / 2; g++) {
+            lput(lds.w_scale + (half * S::GROUPS / 2 + g) * S::BM + row, u.scale[g]);
+            if (l::has_min) lput(lds.w_min + (half * S::GROUPS / 2 + g) * S::BM + row, u.min[g]);
+        }
+    }
+}
+template <int F>
+DEV void matmul_int8_store_x(const matmul_int8_lds &lds, const raw<ROCQ_Q8_0> &from) {
+    typedef matmul_int8_shape<F> S;
+    const uint32_t column = thread_index() / 2, half = thread_index() % 2;
+    u32x4 *to = (u32x4 *)(lds.x + column * S::ROW) + 2 * half;
+    lput(to, from.n);
+    lput(to + 1, from.c);
+    const float d = f16_f32((uint16_t)from.d.x);
+    lput(lds.x_scale + half * S::BN + column, d);
+    if (!block_layout<F>::has_min) return;
+    const uint32_t q[8] = {from.n.x, from.n.y, from.n.z, from.n.w,
+                           from.c.x, from.c.y, from.c.z, from.c.w};
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        sum = dot4((int)q[i], 0x01010101, sum);
+        if ((i + 1) % (16 / S::GROUPS) != 0) continue;
+        lput(lds.x_sum + (half * S::GROUPS / 2 + i * S::GROUPS / 16) * S::BN + column,
+             d * (float)sum);
+        sum = 0;
+    }
+}
+
+template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
+    typedef matmul_int8_shape<F> S;
+    enum { BM = S::BM, BN = S::BN, ROW = S::ROW, TM = S::TM, TN = S::TN };
+    enum { GROUPS = S::GROUPS, GROUP = S::GROUP };
+    const bool has_min = block_layout<F>::has_min;
+    LDS(u32x4, tile, S::CODES / 16 + S::FLOATS / 4);
     static_assert(16 * matmul_pass_floats<TM>() <= (int)sizeof(tile), "matmul_finish's work");
-    float *const ws = (float *)tile + CODES / 4;
-    float *const xs = ws + XS, *const wmin = ws + WMIN, *const xsum = ws + XSUM;
     int8_t *const wt = (int8_t *)tile, *const xt = wt + BM * ROW;
+    float *const ws = (float *)tile + S::CODES / 4, *const xs = ws + S::XS;
+    float *const wmin = ws + S::WMIN, *const xsum = ws + S::XSUM;
+    const matmul_int8_lds lds = {wt, xt, ws, xs, wmin, xsum};
     if (a.tiles_m == 0) return;
     const uint32_t row_units = (uint32_t)(a.k / 32);
     const matmul_place at = matmul_place_of(a, BM, BN, (row_units + 1) / 2);
     const int t = (int)thread_index(), wave = matmul_wave();
-    const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
+    const int wm = wave % (BM / S::WM) * S::WM, wn = wave / (BM / S::WM) * S::WN;
     const uint32_t w_last = (uint32_t)(a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
     const uint32_t x_last = (uint32_t)(a.n - at.n0 < BN ? a.n - at.n0 : BN) - 1;
     const planes<F> wp = planes_at(planes_of<F>(a.w, a.w_units, a.format), at.w_row * row_units);
@@ -5319,7 +5438,6 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     const uint32_t w_unit = (uint32_t)t / 2 * row_units;
     const uint32_t column = (uint32_t)t / 2, half = (uint32_t)t % 2;
     const uint32_t x_unit = (column < x_last ? column : x_last) * row_units;
-
     raw<F> wr[2];
     raw<ROCQ_Q8_0> xr;
     const auto load = [&](uint32_t step) {
@@ -5332,95 +5450,59 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
         }
         xr = load_raw(xp, x_unit + u);
     };
-    const auto store = [&](uint32_t step) {
-#pragma unroll decode_passes<F>()
-        for (int i = 0; i < 2; i++) {
-            const uint32_t row = (uint32_t)(t / 2 + i * (BM / 2));
-            const unit u = decode_raw<F>(take_row<F>(wr, i), 2 * step + half);
-            uint32_t q[8];
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                q[j] = l::offset ? matmul_less_offset(u.q[j], l::offset) : u.q[j];
-            }
-            u32x4 *to = (u32x4 *)(wt + row * ROW) + 2 * half;
-            lput(to, make4(q[0], q[1], q[2], q[3]));
-            lput(to + 1, make4(q[4], q[5], q[6], q[7]));
-#pragma unroll
-            for (int g = 0; g < GROUPS / 2; g++) {
-                lput(ws + (half * GROUPS / 2 + g) * BM + row, u.scale[g]);
-                if (l::has_min) lput(wmin + (half * GROUPS / 2 + g) * BM + row, u.min[g]);
-            }
-        }
-        u32x4 *to = (u32x4 *)(xt + column * ROW) + 2 * half;
-        lput(to, xr.n);
-        lput(to + 1, xr.c);
-        const float d = f16_f32((uint16_t)xr.d.x);
-        lput(xs + half * BN + column, d);
-        if (l::has_min) {
-            const uint32_t q[8] = {xr.n.x, xr.n.y, xr.n.z, xr.n.w, xr.c.x, xr.c.y, xr.c.z, xr.c.w};
-            int sum = 0;
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                sum = dot4((int)q[i], 0x01010101, sum);
-                if ((i + 1) % (16 / GROUPS) != 0) continue;
-                lput(xsum + (half * GROUPS / 2 + i * GROUPS / 16) * BN + column, d * (float)sum);
-                sum = 0;
-            }
-        }
-    };
 
     const bool has_work = at.m0 + wm < a.m && at.n0 + wn < a.n; // of the wave
     frag_c c[TM][TN];
     matmul_clear(c);
     load(at.begin);
     for (uint32_t step = at.begin; step < at.end; step++) {
-        store(step);
+        matmul_int8_store_w<F>(lds, wr, step);
+        matmul_int8_store_x<F>(lds, xr);
         block_sync_lds();
         load(step + 1 < at.end ? step + 1 : step);
         const int n_groups = !has_work ? 0 : 2 * step + 1 < row_units ? GROUPS : GROUPS / 2;
 #pragma unroll 1
         for (int g = 0; g < n_groups; g++) {
-            const int wide = BK / GROUPS; // elements of a group
-            frag_i8 fx[TN][BK / GROUPS / 16];
+            frag_i8 fx[TN][GROUP / 16];
             float sx[TN][FRAG_SLOTS], sum[TN][FRAG_SLOTS];
 #pragma unroll
             for (int j = 0; j < TN; j++) {
 #pragma unroll
-                for (int h = 0; h < wide / 16; h++) {
-                    fx[j][h] = frag_i8_load(xt + (wn + 16 * j) * ROW + wide * g + 16 * h, ROW);
+                for (int h = 0; h < GROUP / 16; h++) {
+                    fx[j][h] = frag_i8_load(xt + (wn + 16 * j) * ROW + GROUP * g + 16 * h, ROW);
                 }
 #pragma unroll
                 for (int s = 0; s < FRAG_SLOTS; s++) {
                     const int n = wn + 16 * j + frag_slot_col(s);
                     sx[j][s] = lget(xs + g / (GROUPS / 2) * BN + n);
-                    if (l::has_min) sum[j][s] = lget(xsum + g * BN + n);
+                    if (has_min) sum[j][s] = lget(xsum + g * BN + n);
                 }
             }
 #pragma unroll
             for (int i = 0; i < TM; i++) {
-                frag_i8 fw[BK / GROUPS / 16];
+                frag_i8 fw[GROUP / 16];
                 float sw[8], min[8];
 #pragma unroll
-                for (int h = 0; h < wide / 16; h++) {
-                    fw[h] = frag_i8_load(wt + (wm + 16 * i) * ROW + wide * g + 16 * h, ROW);
+                for (int h = 0; h < GROUP / 16; h++) {
+                    fw[h] = frag_i8_load(wt + (wm + 16 * i) * ROW + GROUP * g + 16 * h, ROW);
                 }
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     const int m = wm + 16 * i + frag_row(v);
                     sw[v] = lget(ws + g * BM + m);
-                    if (l::has_min) min[v] = lget(wmin + g * BM + m);
+                    if (has_min) min[v] = lget(wmin + g * BM + m);
                 }
 #pragma unroll
                 for (int j = 0; j < TN; j++) {
                     frag_ci ci = {{0, 0, 0, 0, 0, 0, 0, 0}};
 #pragma unroll
-                    for (int h = 0; h < wide / 16; h++) wmma_i8(ci, fw[h], fx[j][h]);
+                    for (int h = 0; h < GROUP / 16; h++) wmma_i8(ci, fw[h], fx[j][h]);
 #pragma unroll
                     for (int v = 0; v < 8; v++) {
                         float *x = &c[i][j].v[v];
                         const int s = frag_slot(v);
                         *x = fmaf((float)ci.v[v], sw[v] * sx[j][s], *x);
-                        if (l::has_min) *x = fmaf(-min[v], sum[j][s], *x);
+                        if (has_min) *x = fmaf(-min[v], sum[j][s], *x);
                     }
                 }
             }
@@ -5511,6 +5593,33 @@ DEV void matmul_multiply_f32(float (&c)[8][8], const float *w, const float *x, i
     }
 }
 
+enum { MATMUL_F32_STRIDE = ROCQ_K_MATMUL_M + 4 }; // of LDS, in floats
+
+// Stores a thread's sums, by way of LDS, in which each pass has 16 columns of the tile.
+DEV void matmul_f32_finish(const rocq_k_matmul_args &a, const matmul_place &at,
+                           const float (&c)[8][8], float *work, int tm, int tn) {
+    enum { STRIDE = MATMUL_F32_STRIDE };
+    const int wave = matmul_wave();
+#pragma unroll 1
+    for (int pass = 0; pass < 8; pass++) { // one of every thread's 8 columns
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            if (j != pass) continue;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                lput(work + tn * STRIDE + i / 4 * 64 + 4 * tm + i % 4, c[i][j]);
+            }
+        }
+        block_sync_lds();
+#pragma unroll 1
+        for (int column = wave; column < 16; column += 8) {
+            const int64_t n = at.n0 + pass / 4 * 64 + 4 * column + pass % 4;
+            if (n < a.n) matmul_put_sums<4>(a, at, work + column * STRIDE, at.m0, n);
+        }
+        block_sync_lds();
+    }
+}
+
 // matmul_f32: x and products in F32, for any format of w: the precision of the CPU's F32.
 //
 // A block of 256 threads has 128 rows by 128 columns. A thread has 8 by 8 of them: 4 rows from 4 tm
@@ -5521,7 +5630,9 @@ DEV void matmul_multiply_f32(float (&c)[8][8], const float *w, const float *x, i
 // multiply-adds, which gfx11 issues in pairs, or 3 for 32 where a tile has at most 64 columns. The
 // format is a uniform branch in each step.
 KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
-    enum { BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_F32_N, BK = 32, STRIDE = BM + 4 };
+    enum {
+        BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_F32_N, BK = 32, STRIDE = MATMUL_F32_STRIDE
+    };
     static_assert(BM == BN, "rows and columns are shared out alike");
     LDS(float, wt, BK * STRIDE);
     LDS(float, xt, BK * STRIDE);
@@ -5589,24 +5700,7 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
         else matmul_multiply_f32<2>(c, wt + 4 * tm, xt + 4 * tn, STRIDE, BK);
         block_sync_lds();
     }
-#pragma unroll 1
-    for (int pass = 0; pass < 8; pass++) { // one of every thread's 8 columns
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            if (j != pass) continue;
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                lput(wt + tn * STRIDE + i / 4 * 64 + 4 * tm + i % 4, c[i][j]);
-            }
-        }
-        block_sync_lds();
-#pragma unroll 1
-        for (int column = wave; column < 16; column += 8) {
-            const int64_t n = at.n0 + pass / 4 * 64 + 4 * column + pass % 4;
-            if (n < a.n) matmul_put_sums<4>(a, at, wt + column * STRIDE, at.m0, n);
-        }
-        block_sync_lds();
-    }
+    matmul_f32_finish(a, at, c, wt, tm, tn);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -6489,20 +6583,22 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     }
 }
 
+// Positions that a sequence has. A length out of range sets a status bit.
+DEV int attend_length(const rocq_k_attention_args &a, int seq) {
+    if (!a.kv_len) return a.n_kv;
+    const int len = wave_read(gload(a.kv_len + seq), 0);
+    if (len >= 1 && len <= a.n_kv) return len;
+    if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_LENGTH);
+    return len < 1 ? 1 : a.n_kv;
+}
+
 // The positions from begin to end - 1 that a block works on: one of the n_runs runs, each of whole
 // rounds, into which what its columns see is cut. len: positions that the sequence has.
 struct attend_run { int len, begin, end, n_runs; };
 template <typename S>
 DEV attend_run attend_run_of(const rocq_k_attention_args &a, const attend_task &t) {
     attend_run r;
-    r.len = a.n_kv;
-    if (a.kv_len) {
-        r.len = gload(a.kv_len + t.seq);
-        if (r.len < 1 || r.len > a.n_kv) {
-            if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_LENGTH);
-            r.len = r.len < 1 ? 1 : a.n_kv;
-        }
-    }
+    r.len = attend_length(a, t.seq);
     const int column_end = min(t.column0 + (int)S::COLUMNS, a.group * a.n_q);
     r.begin = attend_low(a, r.len, attend_column_of(a, t.column0).query);
     r.end = attend_high(a, r.len, attend_column_of(a, column_end - 1).query);
@@ -6517,6 +6613,15 @@ DEV attend_run attend_run_of(const rocq_k_attention_args &a, const attend_task &
     r.begin = (int)min((int64_t)r.begin + (int64_t)t.split * length, (int64_t)r.end);
     r.end = min(r.end - r.begin, length) + r.begin;
     return r;
+}
+
+// No tile yet: attend_go_to gives it one.
+DEV attend_place attend_place_in(const attend_run &run, int chunk0, int32_t *rows) {
+    attend_place at;
+    at.end = run.end;
+    at.chunk0 = chunk0;
+    at.rows = rows;
+    return at;
 }
 
 // K and V of the block's KV head and sequence.
@@ -6633,12 +6738,33 @@ DEV void attend_add_slices(frag_c (&s)[S::S_FRAGS], const float *sums, int wave,
         }
     }
 }
+// The columns of a wave: what they see, and how their scores follow. mask_rows: LDS of the wave.
+struct attend_columns {
+    attend_limits limits;
+    attend_score score;
+    const u32x2 *mask_rows;
+};
+DEV attend_columns attend_columns_of(const rocq_k_attention_args &a, const attend_task &t,
+                                     const attend_run &run, int first, u32x2 *mask_rows) {
+    attend_columns to;
+    to.limits = attend_limits_of(a, run, first);
+    attend_list_mask(a, t, first, mask_rows);
+    to.score = attend_score_of(a);
+    to.mask_rows = mask_rows;
+    return to;
+}
+// Whether any column of the wave may see a position of the tile. If not, the wave only takes part
+// in staging it.
+template <typename S> DEV bool attend_is_live(const attend_columns &of, const attend_place &at) {
+    return at.first < of.limits.high_last && at.first + S::TILE > of.limits.low_first;
+}
 // Turns the products of Q and K of a tile into weights P, as operands of attend_multiply_v.
 template <typename S>
 DEV void attend_weights(frag (&p)[S::S_FRAGS], frag_c (&s)[S::S_FRAGS], attend_state<S> &state,
-                        const rocq_k_attention_args &a, const attend_score &score,
-                        const attend_limits &limits, const attend_place &at,
-                        const u32x2 *mask_rows) {
+                        const rocq_k_attention_args &a, const attend_columns &of,
+                        const attend_place &at) {
+    const attend_limits &limits = of.limits;
+    const attend_score &score = of.score;
     if (score.capped) {
 #pragma unroll
         for (int i = 0; i < 8 * S::S_FRAGS; i++) {
@@ -6647,7 +6773,7 @@ DEV void attend_weights(frag (&p)[S::S_FRAGS], frag_c (&s)[S::S_FRAGS], attend_s
         }
     }
     if (score.masked) {
-        attend_bias<S>(s, a, mask_rows, at.first, at.end - 1, score.capped ? 1.0f : score.scale);
+        attend_bias<S>(s, a, of.mask_rows, at.first, at.end - 1, score.capped ? 1.0f : score.scale);
     }
     if (at.first < limits.low_last || at.first + S::TILE > limits.high_first ||
         at.seen != S::ALL_SEEN) {
@@ -6669,12 +6795,6 @@ DEV void attend_multiply_v(attend_state<S> &state, const f16 *v, const frag (&p)
         }
     }
 }
-// Whether any column of the wave may see a position of the tile. If not, the wave only takes part
-// in staging it.
-template <typename S> DEV bool attend_is_live(const attend_limits &limits, const attend_place &at) {
-    return at.first < limits.high_last && at.first + S::TILE > limits.low_first;
-}
-
 // A prefetch for the time in which the block rotates Q: loads a word of each line of a wave's first
 // tile of K or V, if its rows are plain and not in pages.
 template <typename S>
@@ -6803,329 +6923,449 @@ template <int mask, int N> DEV void attend_halve(float (&v)[8]) {
     }
 }
 
-template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
-    typedef attend_step_shape<D> S;
-    LDS(u32x4, lds, S::BYTES / 16);
-    if (a.n_splits == 0) return;
-    char *const at = (char *)lds;
-    f16 *const q_row = (f16 *)at;
-    float *const sine = (float *)(at + S::ANGLES_AT), *const cosine = sine + D / 2;
-    float *const all_m = (float *)(at + S::M_AT), *const all_l = all_m + S::WAVES;
-    float *const sums = (float *)(at + S::SUMS_AT);
-    const int thread = (int)thread_index(), lane = lane_index(), wave = wave_read(wave_index(), 0);
-    const int chunk = lane % S::LANES, group = lane / S::LANES;
-    float *const weights = (float *)(at + S::WEIGHTS_AT) + S::TILE * wave;
-    int32_t *const rows = (int32_t *)(at + S::ROWS_AT) + S::TILE * wave;
-
+// What a block works on: run `run` of one head's positions. split counts the blocks of its KV head.
+struct attend_step_task { int split, seq, kv_head, run, head; };
+DEV attend_step_task attend_step_task_of(const rocq_k_attention_args &a) {
     const uint32_t block = block_index() + a.common.block0, n_splits = (uint32_t)a.n_splits;
     const uint32_t tile_index = n_splits == 1 ? block : block / n_splits;
-    const int split = (int)(block - tile_index * n_splits);
-    const int seq = a.n_seqs == 1 ? 0 : (int)(tile_index / (uint32_t)a.n_kv_heads);
-    const int kv_head = (int)tile_index - seq * a.n_kv_heads;
-    const int run = (int)((uint32_t)split / (uint32_t)a.group);
-    const int head = kv_head * a.group + split - run * a.group;
+    attend_step_task t;
+    t.split = (int)(block - tile_index * n_splits);
+    t.seq = a.n_seqs == 1 ? 0 : (int)(tile_index / (uint32_t)a.n_kv_heads);
+    t.kv_head = (int)tile_index - t.seq * a.n_kv_heads;
+    t.run = (int)((uint32_t)t.split / (uint32_t)a.group);
+    t.head = t.kv_head * a.group + t.split - t.run * a.group;
+    return t;
+}
 
-    // A thread has a quad of Q, or of the new K or of the new V.
-    const bool append = a.rotation.pos != 0;
-    const int n_quads = (append ? 3 : 1) * S::QUADS;
-    rotation_quad quad = {};
-    if (thread < n_quads) {
-        const int item = thread / S::QUADS, half = a.rotation.n_dims / 2;
-        const float *const row = (const float *)(item == 0   ? row_of(a.q, head, 0, seq)
-                                                 : item == 1 ? row_of(a.append[0], kv_head, 0, 0)
-                                                             : row_of(a.append[1], kv_head, 0, 0));
-        quad.k = 4 * (thread % S::QUADS);
-        quad.count = 4;
-        quad.rotated = item > 1 ? 0 : 2 * half - quad.k;
-        const u32x4 v = gload((const u32x4 *)(row + quad.k));
-        u32x4 p = make4(v.y, v.x, v.w, v.z);
-        if (a.rotation.neox && quad.rotated > 0)
-            p = gload((const u32x4 *)(row + (quad.k < half ? quad.k + half : quad.k - half)));
-        floats4(ROCQ_F32, v, quad.v);
-        floats4(ROCQ_F32, p, quad.p);
-    }
-    int position = 0, cell = -1, len = a.n_kv;
-    if (append) {
-        position = gload(a.rotation.pos);
-        cell = wave_read(gload(a.rotation.cell), 0);
-    }
-    if (a.kv_len) {
-        len = wave_read(gload(a.kv_len + seq), 0);
-        if (len < 1 || len > a.n_kv) {
-            if (thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_LENGTH);
-            len = len < 1 ? 1 : a.n_kv;
-        }
-    }
-    // In a short head two or three runs save no more time than merging them takes.
+// A thread's part, and where things are in LDS.
+template <int D> struct attend_step_place {
+    int thread, lane, wave;
+    int chunk, group; // the lane has elements 8 chunk to 8 chunk + 7 of the rows of its group
+    int own;          // it weighs positions own and own + 8 of a tile
+    f16 *q_row;       // then the new rows of K and V
+    float *sine, *cosine;
+    float *weights;   // of the wave's tile, and the rows of its positions where they are in pages
+    int32_t *rows;
+    float *m, *l;     // of each wave
+    uint32_t *word;
+    float *sums;      // o of each wave
+};
+template <int D> DEV attend_step_place<D> attend_step_place_of(u32x4 *lds) {
+    typedef attend_step_shape<D> S;
+    char *const at = (char *)lds;
+    attend_step_place<D> p;
+    p.thread = (int)thread_index();
+    p.lane = lane_index();
+    p.wave = wave_read(wave_index(), 0);
+    p.chunk = p.lane % S::LANES;
+    p.group = p.lane / S::LANES;
+    p.own = S::POSITIONS * p.group + p.chunk / (S::LANES / 8);
+    p.q_row = (f16 *)at;
+    p.sine = (float *)(at + S::ANGLES_AT);
+    p.cosine = p.sine + D / 2;
+    p.weights = (float *)(at + S::WEIGHTS_AT) + S::TILE * p.wave;
+    p.rows = (int32_t *)(at + S::ROWS_AT) + S::TILE * p.wave;
+    p.m = (float *)(at + S::M_AT);
+    p.l = p.m + S::WAVES;
+    p.word = (uint32_t *)(at + S::WORD_AT);
+    p.sums = (float *)(at + S::SUMS_AT);
+    return p;
+}
+
+// Loads the thread's quad of Q, or of the new K or of the new V.
+template <int D>
+DEV rotation_quad attend_step_load(const rocq_k_attention_args &a, const attend_step_task &t,
+                                   int thread) {
+    typedef attend_step_shape<D> S;
+    const int item = thread / S::QUADS, half = a.rotation.n_dims / 2;
+    const float *const row =
+        (const float *)(item == 0   ? row_of(a.q, t.head, 0, t.seq)
+                        : item == 1 ? row_of(a.append[0], t.kv_head, 0, 0)
+                                    : row_of(a.append[1], t.kv_head, 0, 0));
+    rotation_quad quad;
+    quad.k = 4 * (thread % S::QUADS);
+    quad.count = 4;
+    quad.rotated = item > 1 ? 0 : 2 * half - quad.k;
+    const u32x4 v = gload((const u32x4 *)(row + quad.k));
+    u32x4 p = make4(v.y, v.x, v.w, v.z);
+    if (a.rotation.neox && quad.rotated > 0)
+        p = gload((const u32x4 *)(row + (quad.k < half ? quad.k + half : quad.k - half)));
+    floats4(ROCQ_F32, v, quad.v);
+    floats4(ROCQ_F32, p, quad.p);
+    return quad;
+}
+
+// The runs of a head that has len positions, and the one that is the block's.
+template <int D>
+DEV attend_run attend_step_run_of(const rocq_k_attention_args &a, int len, int run) {
+    typedef attend_step_shape<D> S;
     enum { ROUND = S::TILE * S::WAVES };
+    // In a short head two or three runs save no more time than merging them takes.
     const int most = min(len / ROUND, a.step);
     const int n = most < 4 && len <= ROCQ_K_STEP_RUN ? 1 : max(most, 1);
     const int length = ((len + n - 1) / n + S::TILE - 1) / S::TILE * S::TILE;
-    const int n_runs = (len + length - 1) / length;
-    if (run >= n_runs) return;
-    const int begin = run * length, end = min(begin + length, len);
+    const int begin = run * length;
+    return {len, begin, min(begin + length, len), (len + length - 1) / length};
+}
 
-    const bool paged = a.page_table != 0;
-    const char *const k_base = row_of(a.k, kv_head, 0, paged ? 0 : seq),
-                     *const v_base = row_of(a.v, kv_head, 0, paged ? 0 : seq);
-    // The mask tells the compiler that 24-bit products do, each of which is one instruction.
-    const uint32_t k_step = (uint32_t)a.k.stride[1] & 0xffffff,
-                   v_step = (uint32_t)a.v.stride[1] & 0xffffff;
-    const uint32_t chunk_at = 16u * (uint32_t)chunk;
-    // In each half of its group's positions, the lane weighs one.
-    const int own = S::POSITIONS * group + chunk / (S::LANES / 8);
-    const float factor = a.scale * 1.44269504f;
-    // A tile of the wave. Positions past the end have the row of the last one.
-    int first = begin + wave * S::TILE;
-    u32x4 k[S::POSITIONS], v[S::POSITIONS];
-    const auto fetch = [&]() {
-        const int last = end - 1 - first, r0 = S::POSITIONS * (recomputed(lane) / S::LANES);
-        if (!paged) {
-            const char *const k_tile = k_base + (uint64_t)(uint32_t)first * k_step,
-                             *const v_tile = v_base + (uint64_t)(uint32_t)first * v_step;
+// K and V of the block's KV head; where its run ends; the cell of the new position, or -1.
+struct attend_step_kv {
+    const char *k, *v;
+    uint32_t k_step, v_step;
+    bool paged;
+    int seq, cell, end;
+};
+// A tile of the wave, from position `first` on: the lane's elements of its group's rows.
+template <int D> struct attend_step_tile {
+    int first;
+    u32x4 k[attend_step_shape<D>::POSITIONS], v[attend_step_shape<D>::POSITIONS];
+};
+// Loads the tile. Positions past the end have the row of the last one.
+template <int D>
+DEV void attend_step_fetch(attend_step_tile<D> &tile, const rocq_k_attention_args &a,
+                           const attend_step_kv &kv, const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    const int last = kv.end - 1 - tile.first,
+              r0 = S::POSITIONS * (recomputed(at.lane) / S::LANES);
+    const uint32_t chunk_at = 16u * (uint32_t)at.chunk;
+    if (!kv.paged) {
+        const char *const k_tile = kv.k + (uint64_t)(uint32_t)tile.first * kv.k_step,
+                         *const v_tile = kv.v + (uint64_t)(uint32_t)tile.first * kv.v_step;
 #pragma unroll
-            for (int p = 0; p < S::POSITIONS; p++) {
-                const uint32_t r = (uint32_t)min(r0 + p, last) & (S::TILE - 1);
-                k[p] = gload((const u32x4 *)(k_tile + (r * k_step + chunk_at)));
-            }
-#pragma unroll
-            for (int p = 0; p < S::POSITIONS; p++) {
-                const uint32_t r = (uint32_t)min(r0 + p, last) & (S::TILE - 1);
-                v[p] = gload((const u32x4 *)(v_tile + (r * v_step + chunk_at)));
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < S::TILE; i += ROCQ_K_WAVE) {
-                lput(rows + i + lane, attend_paged_row(a, seq, first + min(i + lane, last)));
-            }
-            wave_sync();
-#pragma unroll
-            for (int p = 0; p < S::POSITIONS; p++) {
-                const uint64_t r = (uint32_t)max(lget(rows + r0 + p), 0);
-                k[p] = gload((const u32x4 *)(k_base + (r * k_step + chunk_at)));
-                v[p] = gload((const u32x4 *)(v_base + (r * v_step + chunk_at)));
-            }
-            wave_sync(); // else clang joins these loads and those above, with addresses in VGPRs
+        for (int p = 0; p < S::POSITIONS; p++) {
+            const uint32_t r = (uint32_t)min(r0 + p, last) & (S::TILE - 1);
+            tile.k[p] = gload((const u32x4 *)(k_tile + (r * kv.k_step + chunk_at)));
         }
-    };
-    const bool idle = first >= end;
-    if (!idle) fetch();
-
-    // Q, and what a rope_append before attention does: the new rows of K and V are in LDS for those
-    // who read them.
-    for (int i = thread; i < a.rotation.n_dims / 2; i += S::THREADS) {
-        rotation_angle(a.rotation, position, i, sine, cosine);
-    }
-    block_sync_lds();
-    if (append && (cell < 0 || cell >= a.rotation.n_cells)) {
-        if (split == 0 && thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
-        cell = -1;
-    }
-    if (thread < n_quads) {
-        float y[4];
-        rotation_apply(a.rotation, quad, sine, cosine, y);
-        lput((u32x2 *)q_row + thread, make2(attend_pair(y[0], y[1]), attend_pair(y[2], y[3])));
-    }
-    block_sync_lds();
-    const u32x4 q = lget((const u32x4 *)q_row + chunk);
-    float o[8] = {}, m = -INFINITY, l = 0.0f;
-#pragma unroll 1
-    while (!idle) {
-        const int last = end - 1 - first;
-        if (cell >= 0 && (paged || (cell >= first && cell < min(first + S::TILE, end)))) {
-            const u32x4 *const fresh = (const u32x4 *)q_row + S::LANES + chunk;
-            const u32x4 new_k = lget(fresh), new_v = lget(fresh + S::LANES);
 #pragma unroll
-            for (int p = 0; p < S::POSITIONS; p++) {
-                const int r = S::POSITIONS * group + p;
-                if ((paged ? lget(rows + r) : first + min(r, last)) != cell) continue;
-                k[p] = new_k;
-                v[p] = new_v;
-            }
+        for (int p = 0; p < S::POSITIONS; p++) {
+            const uint32_t r = (uint32_t)min(r0 + p, last) & (S::TILE - 1);
+            tile.v[p] = gload((const u32x4 *)(v_tile + (r * kv.v_step + chunk_at)));
         }
-
-        float score[2];
-        const uint32_t q_word[4] = {q.x, q.y, q.z, q.w};
+    } else {
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float s[8];
-#pragma unroll
-            for (int p = 0; p < 8; p++) {
-                const u32x4 x = k[8 * h + p];
-                const uint32_t k_word[4] = {x.x, x.y, x.z, x.w};
-                s[p] = 0.0f;
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    s[p] = dot2(bits<f16x2>(k_word[i]), bits<f16x2>(q_word[i]), s[p]);
-                if (p % 4 == 3) keep_order();
-            }
-            attend_halve<S::LANES / 2, 8>(s);
-            attend_halve<S::LANES / 4, 4>(s);
-            attend_halve<S::LANES / 8, 2>(s);
-            score[h] = s[0];
-            if (S::LANES > 8) score[h] += wave_xor<1>(score[h]);
-            const bool seen = own + 8 * h <= last && (!paged || lget(rows + own + 8 * h) >= 0);
-            score[h] = seen ? score[h] * factor : -INFINITY;
-        }
-        float top = fmaxf(score[0], score[1]);
-        top = fmaxf(top, wave_xor<S::LANES / 2>(top));
-        top = fmaxf(top, wave_xor<S::LANES / 4>(top));
-        top = fmaxf(top, wave_xor<S::LANES / 8>(top));
-        const bool moves = top > m + 8.0f;
-        if (wave_ballot(moves) != 0) {
-            const float to = moves ? top : m, keep = attend_keep(m, to);
-            m = to;
-            l *= keep;
-#pragma unroll
-            for (int e = 0; e < 8; e++) o[e] *= keep;
-        }
-        wave_sync();
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const float weight = exp2_fast(score[h] - (m == -INFINITY ? 0.0f : m));
-            l += weight;
-            lput(weights + own + 8 * h, weight);
+        for (int i = 0; i < S::TILE; i += ROCQ_K_WAVE) {
+            const int position = tile.first + min(i + at.lane, last);
+            lput(at.rows + i + at.lane, attend_paged_row(a, kv.seq, position));
         }
         wave_sync();
 #pragma unroll
         for (int p = 0; p < S::POSITIONS; p++) {
-            if (p % 4 == 0) keep_order();
-            const float w = lget(weights + S::POSITIONS * group + p);
-            const uint32_t v_word[4] = {v[p].x, v[p].y, v[p].z, v[p].w};
-#pragma unroll
-            for (int e = 0; e < 8; e++) {
-                const float x = f16_f32((uint16_t)(v_word[e / 2] >> 16 * (e & 1)));
-                o[e] = fmaf(w, x, o[e]);
-            }
+            const uint64_t r = (uint32_t)max(lget(at.rows + r0 + p), 0);
+            tile.k[p] = gload((const u32x4 *)(kv.k + (r * kv.k_step + chunk_at)));
+            tile.v[p] = gload((const u32x4 *)(kv.v + (r * kv.v_step + chunk_at)));
         }
-        first += S::TILE * S::WAVES;
-        if (first >= end) break;
-        fetch();
+        wave_sync(); // else clang joins these loads and those above, with addresses in VGPRs
     }
+}
 
-    // The wave's groups of lanes, to LDS.
-    float top = m;
+// Q, and what a rope_append before attention does: rotates the thread's quad and puts it in LDS,
+// where the new rows of K and V are for those who read them.
+template <int D>
+DEV void attend_step_rotate(const rocq_k_attention_args &a, const attend_step_task &t,
+                            const rotation_quad &quad, bool has_quad, int position, int &cell,
+                            const attend_step_place<D> &at) {
+    for (int i = at.thread; i < a.rotation.n_dims / 2; i += attend_step_shape<D>::THREADS) {
+        rotation_angle(a.rotation, position, i, at.sine, at.cosine);
+    }
+    block_sync_lds();
+    if (a.rotation.pos && (cell < 0 || cell >= a.rotation.n_cells)) {
+        if (t.split == 0 && at.thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
+        cell = -1;
+    }
+    if (has_quad) {
+        float y[4];
+        rotation_apply(a.rotation, quad, at.sine, at.cosine, y);
+        lput((u32x2 *)at.q_row + at.thread,
+             make2(attend_pair(y[0], y[1]), attend_pair(y[2], y[3])));
+    }
+    block_sync_lds();
+}
+// Puts the new rows in a tile that was loaded before they were there.
+template <int D>
+DEV void attend_step_renew(attend_step_tile<D> &tile, const attend_step_kv &kv,
+                           const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    const int last = kv.end - 1 - tile.first;
+    if (kv.cell < 0 || !(kv.paged || (kv.cell >= tile.first &&
+                                      kv.cell < min(tile.first + S::TILE, kv.end)))) return;
+    const u32x4 *const fresh = (const u32x4 *)at.q_row + S::LANES + at.chunk;
+    const u32x4 new_k = lget(fresh), new_v = lget(fresh + S::LANES);
+#pragma unroll
+    for (int p = 0; p < S::POSITIONS; p++) {
+        const int r = S::POSITIONS * at.group + p;
+        if ((kv.paged ? lget(at.rows + r) : tile.first + min(r, last)) != kv.cell) continue;
+        tile.k[p] = new_k;
+        tile.v[p] = new_v;
+    }
+}
+// The first block stores the new rows in the caches, when none of its waves reads them any more.
+template <int D>
+DEV void attend_step_append(const rocq_k_attention_args &a, const attend_step_task &t, int cell,
+                            const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    if (!a.rotation.pos || cell < 0 || t.split != 0 || at.thread >= 2 * S::QUADS) return;
+    char *const row = at.thread < S::QUADS ? row_of(a.k, t.kv_head, cell, 0)
+                                           : row_of(a.v, t.kv_head, cell, 0);
+    gstore((u32x2 *)row + at.thread % S::QUADS,
+           lget((const u32x2 *)at.q_row + S::QUADS + at.thread));
+}
+
+// The scores of the lane's two positions, one in each half of its group's; q: its elements of Q.
+template <int D>
+DEV void attend_step_scores(float (&score)[2], const attend_step_tile<D> &tile, const u32x4 &q,
+                            float factor, const attend_step_kv &kv,
+                            const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    const int last = kv.end - 1 - tile.first;
+    const uint32_t q_word[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float s[8];
+#pragma unroll
+        for (int p = 0; p < 8; p++) {
+            const u32x4 x = tile.k[8 * h + p];
+            const uint32_t k_word[4] = {x.x, x.y, x.z, x.w};
+            s[p] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                s[p] = dot2(bits<f16x2>(k_word[i]), bits<f16x2>(q_word[i]), s[p]);
+            if (p % 4 == 3) keep_order();
+        }
+        attend_halve<S::LANES / 2, 8>(s);
+        attend_halve<S::LANES / 4, 4>(s);
+        attend_halve<S::LANES / 8, 2>(s);
+        score[h] = s[0];
+        if (S::LANES > 8) score[h] += wave_xor<1>(score[h]);
+        const int position = at.own + 8 * h;
+        const bool seen = position <= last && (!kv.paged || lget(at.rows + position) >= 0);
+        score[h] = seen ? score[h] * factor : -INFINITY;
+    }
+}
+// What a lane holds of its group's result: the sum of its elements of V, the maximum that it and l
+// are relative to, and the sum of the lane's own weights.
+struct attend_step_state { float o[8], m, l; };
+// Turns the scores into weights, which it adds to l and puts in LDS.
+template <int D>
+DEV void attend_step_weigh(attend_step_state &c, const float (&score)[2],
+                           const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    float top = fmaxf(score[0], score[1]);
+    top = fmaxf(top, wave_xor<S::LANES / 2>(top));
+    top = fmaxf(top, wave_xor<S::LANES / 4>(top));
+    top = fmaxf(top, wave_xor<S::LANES / 8>(top));
+    const bool moves = top > c.m + 8.0f;
+    if (wave_ballot(moves) != 0) {
+        const float to = moves ? top : c.m, keep = attend_keep(c.m, to);
+        c.m = to;
+        c.l *= keep;
+#pragma unroll
+        for (int e = 0; e < 8; e++) c.o[e] *= keep;
+    }
+    wave_sync();
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float weight = exp2_fast(score[h] - (c.m == -INFINITY ? 0.0f : c.m));
+        c.l += weight;
+        lput(at.weights + at.own + 8 * h, weight);
+    }
+    wave_sync();
+}
+// o += P V
+template <int D>
+DEV void attend_step_multiply_v(attend_step_state &c, const attend_step_tile<D> &tile,
+                                const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+#pragma unroll
+    for (int p = 0; p < S::POSITIONS; p++) {
+        if (p % 4 == 0) keep_order();
+        const float w = lget(at.weights + S::POSITIONS * at.group + p);
+        const u32x4 v = tile.v[p];
+        const uint32_t v_word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const float x = f16_f32((uint16_t)(v_word[e / 2] >> 16 * (e & 1)));
+            c.o[e] = fmaf(w, x, c.o[e]);
+        }
+    }
+}
+
+// Adds up the wave's groups of lanes and leaves o, m and l of the wave in LDS.
+template <int D>
+DEV void attend_step_add_groups(attend_step_state &c, const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    float top = c.m;
     if (S::LANES <= 8) top = fmaxf(top, wave_xor<8>(top));
     top = fmaxf(top, wave_xor<16>(top));
-    const float keep = attend_keep(m, top);
-    l *= keep;
+    const float keep = attend_keep(c.m, top);
+    float l = c.l * keep;
     if (S::LANES <= 8) l += wave_xor<1>(l); // the other lanes have another position's weights
     l += wave_xor<2>(l);
     l += wave_xor<4>(l);
     l += wave_xor<8>(l);
     l += wave_xor<16>(l);
 #pragma unroll
-    for (int e = 0; e < 8; e++) o[e] *= keep;
-    attend_halve<16, 8>(o);
-    if (S::GROUPS > 2) attend_halve<8, 4>(o);
-    float *const to = sums + D * wave + 8 * chunk + (lane & 16 ? 4 : 0) +
-                      (S::GROUPS > 2 && (lane & 8) ? 2 : 0);
+    for (int e = 0; e < 8; e++) c.o[e] *= keep;
+    attend_halve<16, 8>(c.o);
+    if (S::GROUPS > 2) attend_halve<8, 4>(c.o);
+    float *const to = at.sums + D * at.wave + 8 * at.chunk + (at.lane & 16 ? 4 : 0) +
+                      (S::GROUPS > 2 && (at.lane & 8) ? 2 : 0);
 #pragma unroll
     for (int e = 0; e < S::KEPT; e += 2)
-        lput((u32x2 *)(to + e), make2(bits<uint32_t>(o[e]), bits<uint32_t>(o[e + 1])));
-    lput(all_m + wave, top);
-    lput(all_l + wave, l);
-    block_sync_lds();
-    // The first block stores the new rows in the caches, now that none of its waves reads them.
-    if (append && cell >= 0 && split == 0 && thread < 2 * S::QUADS) {
-        char *const row = thread < S::QUADS ? row_of(a.k, kv_head, cell, 0)
-                                            : row_of(a.v, kv_head, cell, 0);
-        gstore((u32x2 *)row + thread % S::QUADS, lget((const u32x2 *)q_row + S::QUADS + thread));
+        lput((u32x2 *)(to + e), make2(bits<uint32_t>(c.o[e]), bits<uint32_t>(c.o[e + 1])));
+    lput(at.m + at.wave, top);
+    lput(at.l + at.wave, l);
+}
+
+// Elements d to d + 3 of the result, over what the waves have in LDS.
+struct attend_step_result { float x[4], m, l; };
+template <int D>
+DEV attend_step_result attend_step_add_waves(const attend_step_place<D> &at, int d) {
+    typedef attend_step_shape<D> S;
+    attend_step_result r = {{}, -INFINITY, 0.0f};
+#pragma unroll
+    for (int w = 0; w < S::WAVES; w++) r.m = fmaxf(r.m, lget(at.m + w));
+#pragma unroll
+    for (int w = 0; w < S::WAVES; w++) {
+        const float add = attend_keep(lget(at.m + w), r.m);
+        const u32x4 part = lget((const u32x4 *)(at.sums + D * w + d));
+        r.x[0] += add * bits<float>(part.x);
+        r.x[1] += add * bits<float>(part.y);
+        r.x[2] += add * bits<float>(part.z);
+        r.x[3] += add * bits<float>(part.w);
+        r.l += add * lget(at.l + w);
     }
+    return r;
+}
 
-    // Elements d to d + 3 of the result, over the waves.
-    struct result { float x[4], m, l; };
-    const auto add_waves = [&](int d) {
-        result r = {{}, -INFINITY, 0.0f};
-#pragma unroll
-        for (int w = 0; w < S::WAVES; w++) r.m = fmaxf(r.m, lget(all_m + w));
-#pragma unroll
-        for (int w = 0; w < S::WAVES; w++) {
-            const float add = attend_keep(lget(all_m + w), r.m);
-            const u32x4 part = lget((const u32x4 *)(sums + D * w + d));
-            r.x[0] += add * bits<float>(part.x);
-            r.x[1] += add * bits<float>(part.y);
-            r.x[2] += add * bits<float>(part.z);
-            r.x[3] += add * bits<float>(part.w);
-            r.l += add * lget(all_l + w);
-        }
-        return r;
-    };
-    if (n_runs > 1) {
-        const int64_t of_head = head + (int64_t)a.n_heads * seq;
-        float *const results = a.work + of_head * a.step * S::RESULT;
-        static_assert(3 * S::QUADS <= S::THREADS, "no thread has two quads");
-        if (thread < S::QUADS) {
-            float *const own_result = results + run * S::RESULT;
-            const result r = add_waves(4 * thread);
-            gstore((u32x2 *)own_result + 2 * thread,
-                   make2(bits<uint32_t>(r.x[0]), bits<uint32_t>(r.x[1])));
-            gstore((u32x2 *)own_result + 2 * thread + 1,
-                   make2(bits<uint32_t>(r.x[2]), bits<uint32_t>(r.x[3])));
-            if (thread == 0)
-                gstore((u32x2 *)own_result + D / 2,
-                       make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
-        }
-        uint32_t *const word = (uint32_t *)(at + S::WORD_AT),
-                 *const counter = a.counter + of_head;
-        if (block_ticket(counter, word) != (uint32_t)n_runs - 1) return;
-        if (thread == 0) gstore(counter, 0u);
-
-        // A wave takes every WAVES-th run, with the loads of AHEAD in flight; a lane has pairs of
-        // elements.
-        enum { AHEAD = 4, PAIRS = S::KEPT / 2 };
-        float x[2 * PAIRS] = {}, most_m = -INFINITY, sum = 0.0f;
+// Stores the block's result in work: o, then m and l.
+template <int D> DEV void attend_step_put_run(float *to, const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    static_assert(3 * S::QUADS <= S::THREADS, "no thread has two quads");
+    if (at.thread >= S::QUADS) return;
+    const attend_step_result r = attend_step_add_waves(at, 4 * at.thread);
+    gstore((u32x2 *)to + 2 * at.thread, make2(bits<uint32_t>(r.x[0]), bits<uint32_t>(r.x[1])));
+    gstore((u32x2 *)to + 2 * at.thread + 1, make2(bits<uint32_t>(r.x[2]), bits<uint32_t>(r.x[3])));
+    if (at.thread == 0)
+        gstore((u32x2 *)to + D / 2, make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
+}
+// Merges the results of all runs into what waves leave in LDS. A wave takes every WAVES-th run,
+// with the loads of AHEAD in flight; a lane has pairs of elements.
+template <int D>
+DEV void attend_step_add_runs(const float *results, int n_runs, const attend_step_place<D> &at) {
+    typedef attend_step_shape<D> S;
+    enum { AHEAD = 4, PAIRS = S::KEPT / 2 };
+    float x[2 * PAIRS] = {}, m = -INFINITY, l = 0.0f;
 #pragma unroll 1
-        for (int r = wave; r < n_runs; r += AHEAD * S::WAVES) {
-            u32x2 part[AHEAD][PAIRS], m_l[AHEAD];
+    for (int r = at.wave; r < n_runs; r += AHEAD * S::WAVES) {
+        u32x2 part[AHEAD][PAIRS], m_l[AHEAD];
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                const int of = min(r + i * S::WAVES, n_runs - 1);
-                const u32x2 *const from = (const u32x2 *)(results + of * S::RESULT);
-                m_l[i] = gload(from + D / 2);
+        for (int i = 0; i < AHEAD; i++) {
+            const int of = min(r + i * S::WAVES, n_runs - 1);
+            const u32x2 *const from = (const u32x2 *)(results + of * S::RESULT);
+            m_l[i] = gload(from + D / 2);
 #pragma unroll
-                for (int e = 0; e < PAIRS; e++) part[i][e] = gload(from + 32 * e + lane);
-            }
-            float to_m = most_m;
+            for (int e = 0; e < PAIRS; e++) part[i][e] = gload(from + 32 * e + at.lane);
+        }
+        float top = m;
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                if (r + i * S::WAVES >= n_runs) m_l[i] = make2(bits<uint32_t>(-INFINITY), 0);
-                to_m = fmaxf(to_m, bits<float>(m_l[i].x));
-            }
-            const float kept = attend_keep(most_m, to_m);
-            most_m = to_m;
-            sum *= kept;
+        for (int i = 0; i < AHEAD; i++) {
+            if (r + i * S::WAVES >= n_runs) m_l[i] = make2(bits<uint32_t>(-INFINITY), 0);
+            top = fmaxf(top, bits<float>(m_l[i].x));
+        }
+        const float keep = attend_keep(m, top);
+        m = top;
+        l *= keep;
 #pragma unroll
-            for (int e = 0; e < 2 * PAIRS; e++) x[e] *= kept;
+        for (int e = 0; e < 2 * PAIRS; e++) x[e] *= keep;
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                const float add = r + i * S::WAVES < n_runs
-                                      ? attend_keep(bits<float>(m_l[i].x), to_m) : 0.0f;
-                sum += bits<float>(m_l[i].y) * add;
+        for (int i = 0; i < AHEAD; i++) {
+            const float add =
+                r + i * S::WAVES < n_runs ? attend_keep(bits<float>(m_l[i].x), top) : 0.0f;
+            l += bits<float>(m_l[i].y) * add;
 #pragma unroll
-                for (int e = 0; e < PAIRS; e++) {
-                    x[2 * e] += bits<float>(part[i][e].x) * add;
-                    x[2 * e + 1] += bits<float>(part[i][e].y) * add;
-                }
+            for (int e = 0; e < PAIRS; e++) {
+                x[2 * e] += bits<float>(part[i][e].x) * add;
+                x[2 * e + 1] += bits<float>(part[i][e].y) * add;
             }
         }
+    }
 #pragma unroll
-        for (int e = 0; e < PAIRS; e++) {
-            lput((u32x2 *)(sums + D * wave) + 32 * e + lane,
-                 make2(bits<uint32_t>(x[2 * e]), bits<uint32_t>(x[2 * e + 1])));
-        }
-        lput(all_m + wave, most_m);
-        lput(all_l + wave, sum);
+    for (int e = 0; e < PAIRS; e++) {
+        lput((u32x2 *)(at.sums + D * at.wave) + 32 * e + at.lane,
+             make2(bits<uint32_t>(x[2 * e]), bits<uint32_t>(x[2 * e + 1])));
+    }
+    lput(at.m + at.wave, m);
+    lput(at.l + at.wave, l);
+}
+
+template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
+    typedef attend_step_shape<D> S;
+    LDS(u32x4, lds, S::BYTES / 16);
+    if (a.n_splits == 0) return;
+    const attend_step_place<D> at = attend_step_place_of<D>(lds);
+    const attend_step_task t = attend_step_task_of(a);
+    const bool append = a.rotation.pos != 0, has_quad = at.thread < (append ? 3 : 1) * S::QUADS;
+    rotation_quad quad = {};
+    if (has_quad) quad = attend_step_load<D>(a, t, at.thread);
+    attend_step_kv kv;
+    kv.seq = t.seq;
+    kv.cell = -1;
+    int position = 0;
+    if (append) {
+        position = gload(a.rotation.pos);
+        kv.cell = wave_read(gload(a.rotation.cell), 0);
+    }
+    const attend_run run = attend_step_run_of<D>(a, attend_length(a, t.seq), t.run);
+    if (t.run >= run.n_runs) return;
+    kv.end = run.end;
+    kv.paged = a.page_table != 0;
+    kv.k = row_of(a.k, t.kv_head, 0, kv.paged ? 0 : t.seq);
+    kv.v = row_of(a.v, t.kv_head, 0, kv.paged ? 0 : t.seq);
+    // The mask tells the compiler that 24-bit products do, each of which is one instruction.
+    kv.k_step = (uint32_t)a.k.stride[1] & 0xffffff;
+    kv.v_step = (uint32_t)a.v.stride[1] & 0xffffff;
+    attend_step_tile<D> tile;
+    tile.first = run.begin + at.wave * S::TILE;
+    const bool idle = tile.first >= run.end;
+    if (!idle) attend_step_fetch(tile, a, kv, at);
+
+    attend_step_rotate(a, t, quad, has_quad, position, kv.cell, at);
+    const u32x4 q = lget((const u32x4 *)at.q_row + at.chunk);
+    const float factor = a.scale * 1.44269504f;
+    attend_step_state state = {{}, -INFINITY, 0.0f};
+#pragma unroll 1
+    while (!idle) {
+        attend_step_renew(tile, kv, at);
+        float score[2];
+        attend_step_scores(score, tile, q, factor, kv, at);
+        attend_step_weigh(state, score, at);
+        attend_step_multiply_v(state, tile, at);
+        tile.first += S::TILE * S::WAVES;
+        if (tile.first >= run.end) break;
+        attend_step_fetch(tile, a, kv, at);
+    }
+    attend_step_add_groups(state, at);
+    block_sync_lds();
+    attend_step_append(a, t, kv.cell, at);
+
+    if (run.n_runs > 1) {
+        const int64_t of_head = t.head + (int64_t)a.n_heads * t.seq;
+        float *const results = a.work + of_head * a.step * S::RESULT;
+        attend_step_put_run(results + t.run * S::RESULT, at);
+        uint32_t *const counter = a.counter + of_head;
+        if (block_ticket(counter, at.word) != (uint32_t)run.n_runs - 1) return;
+        if (at.thread == 0) gstore(counter, 0u);
+        attend_step_add_runs(results, run.n_runs, at);
         block_sync_lds();
     }
-    if (wave == 0) {
-        const int d = 4 * (lane % S::QUADS);
-        result r = add_waves(d);
+    if (at.wave == 0) {
+        const int d = 4 * (at.lane % S::QUADS);
+        attend_step_result r = attend_step_add_waves(at, d);
         const float share = r.l != 0.0f ? rcp_fast(r.l) : 0.0f;
 #pragma unroll
         for (int e = 0; e < 4; e++) r.x[e] = r.l != 0.0f ? r.x[e] * share : 0.0f;
-        put4(a.out, is_wide(a.out), row_of(a.out, head, 0, seq), (uint32_t)(head + a.n_heads * seq),
-             d, lane < S::QUADS ? 4 : 0, r.x);
+        put4(a.out, is_wide(a.out), row_of(a.out, t.head, 0, t.seq),
+             (uint32_t)(t.head + a.n_heads * t.seq), d, at.lane < S::QUADS ? 4 : 0, r.x);
     }
 }
 
@@ -7146,33 +7386,27 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     f16 *q_tile = (f16 *)((char *)lds + S::Q_AT);
     const bool append = a.rotation.pos != 0;
     const attend_kv kv = attend_kv_of<S>(a, t);
+    const int own_first = run.begin + w.set * S::TILE, chunk0 = w.slice * (S::W / 8);
     if (append) {
-        const int chunk0 = w.slice * (S::W / 8), first = run.begin + w.set * S::TILE;
-        uint32_t k_word = attend_touch<S>(kv.k, kv.paged, chunk0, first, run.end),
-                 v_word = attend_touch<S>(kv.v, kv.paged, chunk0, first, run.end);
+        uint32_t k_word = attend_touch<S>(kv.k, kv.paged, chunk0, own_first, run.end),
+                 v_word = attend_touch<S>(kv.v, kv.paged, chunk0, own_first, run.end);
         attend_append<S>(a, q_tile, (float *)lds, t, run);
         computed(k_word);
         computed(v_word);
     }
     int32_t *const tables = (int32_t *)((char *)lds + attend_lds<S>::ROWS_AT + wave * S::ROW_BYTES);
-    u32x2 *const mask_rows = (u32x2 *)(tables + 2 * S::TILE);
-    attend_place at;
-    at.end = run.end;
-    at.rows = tables;
-    at.chunk0 = w.slice * (S::W / 8);
+    attend_place at = attend_place_in(run, chunk0, tables);
     u32x4 raw_k[S::LOADS], raw_v[S::LOADS];
     int row[S::WORDS] = {};
     if (run.begin < run.end) {
-        const int first = run.begin + w.set * S::TILE;
-        if (kv.paged) attend_look_up<S>(row, a, t.seq, first, run.end);
-        attend_go_to<S>(at, row, kv.paged, kv.listed, first);
+        if (kv.paged) attend_look_up<S>(row, a, t.seq, own_first, run.end);
+        attend_go_to<S>(at, row, kv.paged, kv.listed, own_first);
         attend_fetch<S, false>(raw_k, kv.k, at, lane);
         attend_fetch<S, true>(raw_v, kv.v, at, lane);
-        if (kv.paged) attend_look_up<S>(row, a, t.seq, first + S::ROUND, run.end);
+        if (kv.paged) attend_look_up<S>(row, a, t.seq, own_first + S::ROUND, run.end);
     }
-    const attend_limits limits = attend_limits_of(a, run, t.column0);
-    attend_list_mask(a, t, t.column0, mask_rows);
-    const attend_score score = attend_score_of(a);
+    const attend_columns columns =
+        attend_columns_of(a, t, run, t.column0, (u32x2 *)(tables + 2 * S::TILE));
     if (!append) attend_stage_q<S>(q_tile, a, t, t.column0);
     if (a.k.layout == ROCQ_LAYOUT_HADAMARD) attend_hadamard_q<S>(q_tile, a);
     q_tile += w.slice * ATTEND_COLUMNS * S::Q_STRIDE;
@@ -7189,7 +7423,7 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
         attend_fetch<S, false>(raw_k, kv.k, next, lane); // past the end it loads the last position
         if (kv.paged) attend_look_up<S>(row, a, t.seq, at.first + 2 * S::ROUND, run.end);
 
-        const bool live = attend_is_live<S>(limits, at);
+        const bool live = attend_is_live<S>(columns, at);
         frag_c s[S::S_FRAGS];
         attend_clear_scores<S>(s);
         if (live) {
@@ -7205,7 +7439,7 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
             block_sync_lds();
         }
         frag p[S::S_FRAGS];
-        if (live) attend_weights<S>(p, s, state, a, score, limits, at, mask_rows);
+        if (live) attend_weights<S>(p, s, state, a, columns, at);
 
         wave_sync();
         attend_stage<S, true>(tile, raw_v, kv.v, at, lane);
@@ -7217,6 +7451,22 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     }
     block_sync_lds();
     attend_finish<S>(a, state, run.n_runs, lds);
+}
+
+// Stages Q_COLUMNS columns of Q from `first` of the block's on, and loads those of the wave.
+template <typename S>
+DEV void attend_load_q(frag (&q)[S::O_FRAGS], const rocq_k_attention_args &a, const attend_task &t,
+                       const attend_role &w, int first, f16 *tile) {
+    const int own = ATTEND_COLUMNS * w.column_tile - first;
+    attend_stage_q<S>(tile, a, t, t.column0 + first);
+    if (a.k.layout == ROCQ_LAYOUT_HADAMARD) attend_hadamard_q<S>(tile, a);
+    block_sync_lds();
+    if (S::Q_COLUMNS == S::COLUMNS || (own >= 0 && own < S::Q_COLUMNS)) {
+        const f16 *const from = tile + own * S::Q_STRIDE + w.slice * S::W;
+#pragma unroll
+        for (int i = 0; i < S::O_FRAGS; i++) q[i] = frag_load(from + 16 * i, S::Q_STRIDE);
+    }
+    block_sync_lds();
 }
 
 // Prefill is bound by arithmetic. All waves stage and use one KV tile. While they work on its K,
@@ -7235,11 +7485,7 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
 
     const attend_kv kv = attend_kv_of<S>(a, t);
     int32_t *const tables = (int32_t *)((char *)lds + attend_lds<S>::ROWS_AT + wave * S::ROW_BYTES);
-    u32x2 *const mask_rows = (u32x2 *)(tables + 2 * S::TILE);
-    attend_place at;
-    at.end = run.end;
-    at.rows = tables;
-    at.chunk0 = 0;
+    attend_place at = attend_place_in(run, 0, tables);
     u32x4 raw_k[S::LOADS];
     int row[S::WORDS] = {};
     if (run.begin < run.end) {
@@ -7248,18 +7494,10 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
         attend_fetch<S, false>(raw_k, kv.k, at, thread);
     }
     const int first_column = t.column0 + ATTEND_COLUMNS * w.column_tile;
-    const attend_limits limits = attend_limits_of(a, run, first_column);
-    attend_list_mask(a, t, first_column, mask_rows);
-    const attend_score score = attend_score_of(a);
+    const attend_columns columns =
+        attend_columns_of(a, t, run, first_column, (u32x2 *)(tables + 2 * S::TILE));
     frag q[S::O_FRAGS];
-    attend_stage_q<S>(k_tile, a, t, t.column0);
-    if (a.k.layout == ROCQ_LAYOUT_HADAMARD) attend_hadamard_q<S>(k_tile, a);
-    block_sync_lds();
-    const f16 *const q_wave =
-        k_tile + w.column_tile * ATTEND_COLUMNS * S::Q_STRIDE + w.slice * S::W;
-#pragma unroll
-    for (int i = 0; i < S::O_FRAGS; i++) q[i] = frag_load(q_wave + 16 * i, S::Q_STRIDE);
-    block_sync_lds();
+    attend_load_q<S>(q, a, t, w, 0, k_tile);
     attend_state<S> state;
     attend_clear<S>(state);
     int begin = run.begin;
@@ -7272,7 +7510,7 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
         attend_fetch<S, true>(raw_v, kv.v, at, thread);
         if (kv.paged) attend_look_up<S>(row, a, t.seq, at.first + S::ROUND, run.end);
 
-        const bool live = attend_is_live<S>(limits, at);
+        const bool live = attend_is_live<S>(columns, at);
         frag_c s[S::S_FRAGS];
         attend_clear_scores<S>(s);
         if (live) attend_multiply_k<S>(s, k_tile + w.slice * S::W, [&](int i) { return q[i]; });
@@ -7283,7 +7521,7 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
             if (live) attend_add_slices<S>(s, sums, wave, w.slice);
         }
         frag p[S::S_FRAGS];
-        if (live) attend_weights<S>(p, s, state, a, score, limits, at, mask_rows);
+        if (live) attend_weights<S>(p, s, state, a, columns, at);
 
         attend_stage<S, true>(v_tile, raw_v, kv.v, at, thread);
         attend_go_to<S>(next, row, kv.paged, kv.listed, at.first + S::ROUND);
@@ -7317,12 +7555,8 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
 
     const attend_kv kv = attend_kv_of<S>(a, t);
     int32_t *const tables = (int32_t *)((char *)lds + attend_lds<S>::ROWS_AT + wave * S::ROW_BYTES);
-    u32x2 *const mask_rows = (u32x2 *)(tables + 2 * S::TILE);
-    attend_place at; // of the tile that the thread stages next, whose chunks are in raw
-    at.end = run.end;
-    at.chunk0 = 0;
-    at.rows = tables;
-    u32x4 raw[S::LOADS];
+    attend_place at = attend_place_in(run, 0, tables); // of the tile that the thread stages next
+    u32x4 raw[S::LOADS]; // whose chunks these are
     int row[S::WORDS] = {};
     const auto fetch = [&](int first) {
         attend_go_to<S>(at, row, kv.paged, kv.listed, first); // past the end: the last position
@@ -7331,22 +7565,11 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
         if (kv.paged) attend_look_up<S>(row, a, t.seq, first + S::TILE, run.end);
     };
     const int first_column = t.column0 + ATTEND_COLUMNS * w.column_tile;
-    const attend_limits limits = attend_limits_of(a, run, first_column);
-    attend_list_mask(a, t, first_column, mask_rows);
-    const attend_score score = attend_score_of(a);
+    const attend_columns columns =
+        attend_columns_of(a, t, run, first_column, (u32x2 *)(tables + 2 * S::TILE));
     frag q[S::O_FRAGS];
 #pragma unroll 1
-    for (int tile = 0; tile < S::COLUMN_TILES; tile++) {
-        attend_stage_q<S>(k_tile, a, t, t.column0 + ATTEND_COLUMNS * tile);
-        if (a.k.layout == ROCQ_LAYOUT_HADAMARD) attend_hadamard_q<S>(k_tile, a);
-        block_sync_lds();
-        if (w.column_tile == tile) {
-#pragma unroll
-            for (int i = 0; i < S::O_FRAGS; i++)
-                q[i] = frag_load(k_tile + w.slice * S::W + 16 * i, S::Q_STRIDE);
-        }
-        block_sync_lds();
-    }
+    for (int c = 0; c < S::COLUMNS; c += S::Q_COLUMNS) attend_load_q<S>(q, a, t, w, c, k_tile);
     attend_state<S> state;
     attend_clear<S>(state);
     frag p[S::S_FRAGS];
@@ -7368,7 +7591,7 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
         attend_place next = at;
         next.first = first + S::TILE;
         next.seen = seen;
-        const bool live = next.first < run.end && attend_is_live<S>(limits, next);
+        const bool live = next.first < run.end && attend_is_live<S>(columns, next);
         frag_c s[S::S_FRAGS];
         attend_clear_scores<S>(s);
         if (live) {
@@ -7379,7 +7602,7 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
         block_sync_lds();
         if (live) {
             attend_add_slices<S>(s, sums, wave, w.slice);
-            attend_weights<S>(p, s, state, a, score, limits, next, mask_rows);
+            attend_weights<S>(p, s, state, a, columns, next);
         }
         lives = live;
     }
@@ -7395,6 +7618,92 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
 ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
 
+// LDS of attend_tiles: chunks of 64 elements of Q, K and V, then P of each group.
+template <int D> struct attend_tiles_shape {
+    enum { TILE = 64, CHUNKS = D / 64, CHUNK = 64 * 64, HALF = D / 2, TILES = 3 * CHUNKS + 2 };
+    static_assert(TILES * CHUNK * 2 == ROCQ_K_ATTENTION_LDS_BYTES, "what a launch asks for");
+    static_assert(8 * 16 * (HALF + 8) * 4 + TILE * 8 <= ROCQ_K_ATTENTION_LDS_BYTES, "results");
+};
+// What a wave has of its 16 queries, as in attend_state.
+template <int D> struct attend_tiles_state {
+    frag_c o[1][attend_tiles_shape<D>::HALF / 16];
+    float m[FRAG_ROW_SLOTS], l[FRAG_ROW_SLOTS];
+};
+// As attend_weigh, for a tile whose positions are from `first` on; those from n on do not exist.
+// The group's P goes to p_tile.
+template <int D>
+DEV void attend_tiles_weigh(attend_tiles_state<D> &c,
+                            frag_c (&s)[1][attend_tiles_shape<D>::TILE / 16], float factor,
+                            int first, int n, f16 *p_tile) {
+    typedef attend_tiles_shape<D> S;
+    float top[FRAG_ROW_SLOTS];
+    bool moves = false;
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) top[i] = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 8 * (S::TILE / 16); i++) {
+        float &x = s[0][i / 8].v[i % 8];
+        if (first + S::TILE > n && first + 16 * (i / 8) + frag_col(i % 8) >= n) x = -INFINITY;
+        top[frag_row_slot(i % 8)] = fmaxf(top[frag_row_slot(i % 8)], x);
+    }
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+        top[i] = frag_row_max(top[i]) * factor;
+        moves = moves || top[i] > c.m[i] + 8.0f;
+    }
+    if (wave_ballot(moves) != 0) {
+#pragma unroll
+        for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+            const float to = top[i] > c.m[i] + 8.0f ? top[i] : c.m[i];
+            top[i] = attend_keep(c.m[i], to);
+            c.l[i] *= top[i];
+            c.m[i] = to;
+        }
+#pragma unroll
+        for (int i = 0; i < 8 * (S::HALF / 16); i++)
+            c.o[0][i / 8].v[i % 8] *= top[frag_row_slot(i % 8)];
+    }
+#pragma unroll
+    for (int i = 0; i < S::TILE / 16; i++) {
+#pragma unroll
+        for (int v = 0; v < 8; v++) {
+            float &x = s[0][i].v[v];
+            const float base = c.m[frag_row_slot(v)];
+            x = exp2_fast(fmaf(x, factor, base == -INFINITY ? 0.0f : -base));
+            c.l[frag_row_slot(v)] += x;
+        }
+        frag_put_halves(s[0][i], [&](int row, int col) {
+            row += matmul_wave() % 4 * 16;
+            return p_tile + row * 64 + ((2 * i + col / 8) ^ (row & 7)) * 8 + col % 8;
+        });
+    }
+}
+
+// Divides the sums of the block's queries by l and stores them.
+template <int D>
+DEV void attend_tiles_finish(const rocq_k_attention_args &a, const attend_task &t,
+                             const attend_tiles_state<D> &c, int n_there, float *lds) {
+    typedef attend_tiles_shape<D> S;
+    const int wave = matmul_wave();
+    float *const m_l = lds + 8 * 16 * (S::HALF + 8);
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+        const float sum = frag_row_sum(c.l[i]);
+        if (wave < 4) { // the other group has the same
+            lput((u32x2 *)m_l + wave * 16 + frag_slot_row(i),
+                 make2(bits<uint32_t>(c.m[i]), bits<uint32_t>(sum)));
+        }
+    }
+    block_sync_lds();
+    lds_finish<S::HALF>(c.o[0], lds, [](int, int) { return lds_loaded(); },
+                        [&](int row, int col, const lds_loaded &, float (&x)[4]) {
+        const int query = row % S::TILE;
+        const u32x2 of = lget((const u32x2 *)m_l + query);
+        attend_put_out(a, t, t.column0 + query, row / S::TILE * S::HALF + col, query < n_there,
+                       bits<float>(of.x), bits<float>(of.y), x);
+    });
+}
+
 // Prefill of D = 512 where four waves multiply straight from LDS (WMMA_TILES), without what
 // rocq__attention_lds excludes: two groups of four waves for 64 queries, in KV tiles of 64
 // positions. Here rows are queries:
@@ -7402,14 +7711,14 @@ ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 //   O += P V    [query][d]: P goes through LDS; each group has half of O
 // K of the next tile is copied while P and O are computed, V of the next while S is.
 template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
-    typedef attend_prefill_shape<D> S;
-    enum { TILE = 64, CHUNKS = D / 64, CHUNK = 64 * 64, HALF = D / 2, TILES = 3 * CHUNKS + 2 };
-    static_assert(TILES * CHUNK * 2 == ROCQ_K_ATTENTION_LDS_BYTES && TILE == S::COLUMNS, "LDS");
-    static_assert(8 * 16 * (HALF + 8) * 4 + TILE * 8 <= ROCQ_K_ATTENTION_LDS_BYTES, "results");
+    typedef attend_tiles_shape<D> S;
+    static_assert(S::TILE == attend_prefill_shape<D>::COLUMNS, "the host cuts columns so");
+    enum { TILE = S::TILE, CHUNKS = S::CHUNKS, CHUNK = S::CHUNK };
     LDS_GRANTED(u32x4, lds, ROCQ_K_ATTENTION_LDS_BYTES / 16);
     if (a.n_splits == 0) return;
-    const int wave = matmul_wave(), group = wave / 4, n = a.n_kv;
-    const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
+    const int group = matmul_wave() / 4, n = a.n_kv;
+    const attend_task t =
+        attend_task_of<attend_prefill_shape<D>>(a, (int)(block_index() + a.common.block0));
     const int n_there = min(a.n_q - t.column0, (int)TILE);
     f16 *const q_tile = (f16 *)lds, *const k_tile = q_tile + CHUNKS * CHUNK,
         *const v_tile = k_tile + CHUNKS * CHUNK, *const p_tile = v_tile + (CHUNKS + group) * CHUNK;
@@ -7431,13 +7740,12 @@ template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
     load_k(0);
     load_v(0);
     const float factor = attend_score_of(a).factor;
-    frag_c o[1][HALF / 16];
-    matmul_clear(o);
-    float m[FRAG_ROW_SLOTS], l[FRAG_ROW_SLOTS];
+    attend_tiles_state<D> state;
+    matmul_clear(state.o);
 #pragma unroll
     for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
-        m[i] = -INFINITY;
-        l[i] = 0.0f;
+        state.m[i] = -INFINITY;
+        state.l[i] = 0.0f;
     }
 #pragma unroll 1
     for (int first = 0; first < n; first += TILE) {
@@ -7458,78 +7766,21 @@ template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
         block_sync_lds();
         load_k(first + TILE);
 
-        float top[FRAG_ROW_SLOTS];
-        bool moves = false;
-#pragma unroll
-        for (int i = 0; i < FRAG_ROW_SLOTS; i++) top[i] = -INFINITY;
-#pragma unroll
-        for (int i = 0; i < 8 * (TILE / 16); i++) {
-            float &x = s[0][i / 8].v[i % 8];
-            if (first + TILE > n && first + 16 * (i / 8) + frag_col(i % 8) >= n) x = -INFINITY;
-            top[frag_row_slot(i % 8)] = fmaxf(top[frag_row_slot(i % 8)], x);
-        }
-#pragma unroll
-        for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
-            top[i] = frag_row_max(top[i]) * factor;
-            moves = moves || top[i] > m[i] + 8.0f;
-        }
-        if (wave_ballot(moves) != 0) {
-#pragma unroll
-            for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
-                const float to = top[i] > m[i] + 8.0f ? top[i] : m[i];
-                top[i] = attend_keep(m[i], to);
-                l[i] *= top[i];
-                m[i] = to;
-            }
-#pragma unroll
-            for (int i = 0; i < 8 * (HALF / 16); i++)
-                o[0][i / 8].v[i % 8] *= top[frag_row_slot(i % 8)];
-        }
-#pragma unroll
-        for (int i = 0; i < TILE / 16; i++) {
-#pragma unroll
-            for (int v = 0; v < 8; v++) {
-                float &x = s[0][i].v[v];
-                const float base = m[frag_row_slot(v)];
-                x = exp2_fast(fmaf(x, factor, base == -INFINITY ? 0.0f : -base));
-                l[frag_row_slot(v)] += x;
-            }
-            frag_put_halves(s[0][i], [&](int row, int col) {
-                row += wave % 4 * 16;
-                return p_tile + row * 64 + ((2 * i + col / 8) ^ (row & 7)) * 8 + col % 8;
-            });
-        }
+        attend_tiles_weigh<D>(state, s, factor, first, n, p_tile);
         copies_wait<1>(); // V is there, K of the next tile is under way
         lds_written();
         block_sync_lds();
         wmma_lds_begin();
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            wmma_tile<false, true>(o[0], p_tile, v_tile + group * (CHUNKS / 2 * CHUNK), i);
+            wmma_tile<false, true>(state.o[0], p_tile, v_tile + group * (CHUNKS / 2 * CHUNK), i);
         wmma_lds_end();
         wmma_lds_wait();
         block_sync_lds();
         load_v(first + TILE);
     }
     copies_wait<0>();
-
-    float *const m_l = (float *)lds + 8 * 16 * (HALF + 8);
-#pragma unroll
-    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
-        const float sum = frag_row_sum(l[i]);
-        if (group == 0) {
-            lput((u32x2 *)m_l + wave * 16 + frag_slot_row(i),
-                 make2(bits<uint32_t>(m[i]), bits<uint32_t>(sum)));
-        }
-    }
-    block_sync_lds();
-    lds_finish<HALF>(o[0], (float *)lds, [](int, int) { return lds_loaded(); },
-                     [&](int row, int col, const lds_loaded &, float (&x)[4]) {
-        const int query = row % TILE;
-        const u32x2 of = lget((const u32x2 *)m_l + query);
-        attend_put_out(a, t, t.column0 + query, row / TILE * HALF + col, query < n_there,
-                       bits<float>(of.x), bits<float>(of.y), x);
-    });
+    attend_tiles_finish<D>(a, t, state, n_there, (float *)lds);
 }
 KERNEL_WAVES(attention_lds_512, rocq_k_attention_args, 256, 2) {
     if constexpr (WMMA_TILES) attend_tiles<512>(a);
@@ -8841,6 +9092,31 @@ DEV float delta_sums(float &x, float &y, const float z[2]) {
     return sum + wave_xor<4>(sum);
 }
 
+// A lane's share of a column of the state in a slot: of 8 lanes, it has every 8th quad. Slot -1 and
+// columns past the last one are zeros.
+DEV void delta_get_state(const rocq_k_delta_net_args &a, int head, int slot, int column,
+                         float (&s)[16]) {
+    const int lane = (int)thread_index() & 7;
+    const bool there = slot >= 0 && column < a.v.ne[0];
+    const char *const row = row_of(a.state, there ? column : 0, head, there ? slot : 0);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int at = 4 * (lane + 8 * i), count = there ? quad_count(a.k.ne[0], at) : 0;
+        get4(ROCQ_F32, row, is_wide(a.state), at, count, s + 4 * i);
+    }
+}
+DEV void delta_put_state(const rocq_k_delta_net_args &a, int head, int slot, int column,
+                         const float (&s)[16]) {
+    const int lane = (int)thread_index() & 7;
+    const bool there = column < a.v.ne[0];
+    char *const row = row_of(a.state, there ? column : 0, head, slot);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int at = 4 * (lane + 8 * i), count = there ? quad_count(a.k.ne[0], at) : 0;
+        put_floats(ROCQ_F32, is_wide(a.state), row, at, count, s + 4 * i);
+    }
+}
+
 KERNEL(delta_net, rocq_k_delta_net_args, 128) {
     LDS(u32x4, rows, 2 * DELTA_CHUNK * 32); // k' of the chunk's tokens, then q' / sqrt(K)
     LDS(u32x4, values, DELTA_CHUNK * 8);    // v of the block's columns
@@ -8856,7 +9132,6 @@ KERNEL(delta_net, rocq_k_delta_net_args, 128) {
         if (thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
         return;
     }
-    const bool wide = is_wide(a.state);
     const float scale = 1.0f / sqrtf((float)a.k.ne[0]);
     const float factor = gload(a.a + head), shift = gload(a.dt + head);
     delta_chunk next;
@@ -8864,16 +9139,7 @@ KERNEL(delta_net, rocq_k_delta_net_args, 128) {
     delta_load(a, head, 0, seq, first, &next);
     float s[2][16];
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        const int column = first + 2 * pair + c;
-        const bool there = from >= 0 && column < a.v.ne[0];
-        const char *const row = row_of(a.state, there ? column : 0, head, there ? from : 0);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int at = 4 * (lane + 8 * i), count = there ? quad_count(a.k.ne[0], at) : 0;
-            get4(ROCQ_F32, row, wide, at, count, s[c] + 4 * i);
-        }
-    }
+    for (int c = 0; c < 2; c++) delta_get_state(a, head, from, first + 2 * pair + c, s[c]);
     const int own = first + 2 * pair + (lane & 1);     // the column whose y this lane stores
     const bool stores = lane < 2 && own < a.v.ne[0];
     for (int t0 = 0; t0 < n; t0 += DELTA_CHUNK) {
@@ -8918,16 +9184,7 @@ KERNEL(delta_net, rocq_k_delta_net_args, 128) {
         if (stores) gstore((float *)row_of(a.y, head, t0 + m - 1, seq) + own, sum);
     }
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        const int column = first + 2 * pair + c;
-        const bool there = column < a.v.ne[0];
-        char *const row = row_of(a.state, there ? column : 0, head, to);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int at = 4 * (lane + 8 * i), count = there ? quad_count(a.k.ne[0], at) : 0;
-            put_floats(ROCQ_F32, wide, row, at, count, s[c] + 4 * i);
-        }
-    }
+    for (int c = 0; c < 2; c++) delta_put_state(a, head, to, first + 2 * pair + c, s[c]);
 }
 
 DEV float sum_of_8(float x) { // over 8 neighbouring lanes; each gets the same bits
@@ -8983,16 +9240,10 @@ KERNEL(delta_step, rocq_k_delta_net_args, 256) {
         if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
         return;
     }
-    const bool wide = is_wide(a.state);
     const float scale = 1.0f / sqrtf((float)a.k.ne[0]);
     const float factor = gload(a.a + head), shift = gload(a.dt + head);
     float s[16];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int at = 4 * (lane + 8 * i), count = from < 0 ? 0 : quad_count(a.k.ne[0], at);
-        get4(ROCQ_F32, row_of(a.state, column, head, from < 0 ? 0 : from), wide, at, count,
-             s + 4 * i);
-    }
+    delta_get_state(a, head, from, own, s);
     for (int t = 0; t < n; t++) {
         delta_token now;
         float k[16], q[16];
@@ -9007,11 +9258,7 @@ KERNEL(delta_step, rocq_k_delta_net_args, 256) {
         const float y = sum_of_8(delta_dot(s, q));
         if (live && lane == 0) gstore((float *)row_of(a.y, head, t, seq) + column, y);
     }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int at = 4 * (lane + 8 * i), count = live ? quad_count(a.k.ne[0], at) : 0;
-        put_floats(ROCQ_F32, wide, row_of(a.state, column, head, to), at, count, s + 4 * i);
-    }
+    delta_put_state(a, head, to, own, s);
 }
 
 // -- ranges --
@@ -11311,20 +11558,119 @@ DEV void back_put(u32x4 *to, const back_share<CHUNKS, THREADS> &share) {
     }
 }
 
+// Stores element v of each fragment of a gradient, in a row of `to`.
+template <int FRAGS>
+DEV void back_store(const rocq_k_tensor &to, char *row, int head_dim, const frag_c (&sum)[FRAGS],
+                    int v, float scale) {
+#pragma unroll
+    for (int f = 0; f < FRAGS; f++) {
+        const int e = 16 * f + frag_col(v);
+        if (e < head_dim) put_float(to.format, row, e, sum[f].v[v] * scale);
+    }
+}
+
 template <typename F> DEV void back_clear(F &c) {
 #pragma unroll
     for (int v = 0; v < 8; v++) c.v[v] = 0.0f;
 }
 
+// LDS of attend_back_kv behind its tile. The waves of a pair exchange P, times its slope, through
+// the pair's part of `weights`; the rest is of the 16 columns of a tile.
+struct back_kv_lds {
+    u32x2 *weights;    // of the lane
+    float *lse, *delta;
+    int *positions;    // of queries
+};
+// P of the wave's positions from S, fragment by fragment, in place. hides: whether some position is
+// hidden from some of the tile's queries. first: the wave's first position.
+template <int KEY_FRAGS>
+DEV void back_kv_weigh(frag_c (&s)[KEY_FRAGS], const back_score &score, const back_kv_lds &lds,
+                       bool hides, int first, int window) {
+#pragma unroll
+    for (int key = 0; key < KEY_FRAGS; key++) {
+        frag_c &x = s[key];
+        float p[8];
+        back_cap(score, x);
+#pragma unroll
+        for (int v = 0; v < 8; v++) {
+            p[v] = exp2_fast(fmaf(x.v[v], score.factor, -lget(lds.lse + frag_row(v))));
+        }
+        if (hides) {
+            const int j = first + 16 * key;
+#pragma unroll
+            for (int v = 0; v < 8; v++) {
+                const int back = lget(lds.positions + frag_row(v)) - j - frag_col(v);
+                if (back < 0 || back >= window) p[v] = 0.0f;
+            }
+        }
+        const frag_c bare = {{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}};
+        back_bend(score, p, x);
+        x = bare;
+        lput(lds.weights + 64 * key, make2(attend_pair(p[0], p[1]), attend_pair(p[2], p[3])));
+        lput(lds.weights + 64 * key + 32, make2(attend_pair(p[4], p[5]), attend_pair(p[6], p[7])));
+    }
+}
+// dS = P (dP - delta), with the P that the pair's other wave has left in LDS. In place of dP.
+DEV void back_kv_slope(frag_c &x, const back_kv_lds &lds, int key) {
+    const u32x2 lo = lget(lds.weights + 64 * key), hi = lget(lds.weights + 64 * key + 32);
+    const uint32_t w[4] = {lo.x, lo.y, hi.x, hi.y};
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        const float p = f16_f32((uint16_t)(w[v / 2] >> 16 * (v % 2)));
+        x.v[v] = p * (x.v[v] - lget(lds.delta + frag_row(v)));
+    }
+}
+// S or dP: the tile's images of Q or dO times what the wave has of its positions, K or V.
+template <int KEY_FRAGS, int FRAGS>
+DEV void back_kv_multiply(frag_c (&s)[KEY_FRAGS], const f16 *images,
+                          const frag (&mine)[KEY_FRAGS][FRAGS]) {
+#pragma unroll
+    for (int key = 0; key < KEY_FRAGS; key++) back_clear(s[key]);
+#pragma unroll
+    for (int f = 0; f < FRAGS; f++) {
+        if (f % 2 == 0) keep_order();
+        const frag x = frag_load_lane(images + 256 * f, 128);
+#pragma unroll
+        for (int key = 0; key < KEY_FRAGS; key++) wmma(s[key], x, mine[key][f]);
+    }
+}
+// Stores dV (role 0) or dK of the wave's positions, which are from `first` on.
+template <int KEY_FRAGS, int FRAGS>
+DEV void back_kv_store(const rocq_k_attention_backward_args &a0, int role, int head_seq, int first,
+                       const frag_c (&sum)[KEY_FRAGS][FRAGS]) {
+    const rocq_k_attention_backward_args &a = reread(a0);
+    const rocq_k_tensor &to = role == 0 ? a.dv : a.dk;
+    const float scale = role == 0 ? 1.0f : a.scale;
+    const int kv_head = head_seq % a.n_kv_heads, seq = head_seq / a.n_kv_heads;
+#pragma unroll
+    for (int key = 0; key < KEY_FRAGS; key++) {
+#pragma unroll
+        for (int v = 0; v < 8; v++) {
+            const int j = first + 16 * key + frag_row(v);
+            if (j >= a.n_kv) continue;
+            back_store(to, row_of(to, kv_head, j, seq), a.head_dim, sum[key], v, scale);
+        }
+    }
+}
+// The columns whose queries see any of the block's positions, which are from n0 on.
+struct back_range { int begin, end; };
+DEV back_range back_kv_columns(const rocq_k_attention_backward_args &a, int n0) {
+    const int64_t shift = a.n_kv - a.n_q, n_q = a.n_q;
+    const int64_t low = a.causal ? min(max(n0 - shift, (int64_t)0), n_q) : 0;
+    const int64_t past = (int64_t)n0 + ROCQ_K_BACK_BLOCK - 1 + a.window - shift;
+    const int64_t high = a.window > 0 ? max(min(past, n_q), (int64_t)0) : n_q;
+    return {(int)low * a.group / 16 * 16, (int)high * a.group}; // from whole tiles on
+}
+
 template <int D>
 DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block, u32x4 *tile) {
     typedef back_shape<D> S;
-    u32x2 *const shared = (u32x2 *)(tile + S::KV_CHUNKS); // P cap' of each fragment
-    float *const lse = (float *)(shared + S::PAIRS * S::KEY_FRAGS * 64), *const delta = lse + 16;
-    int *const at = (int *)(delta + 16); // positions of queries
+    u32x2 *const shared = (u32x2 *)(tile + S::KV_CHUNKS);
+    float *const lse = (float *)(shared + S::PAIRS * S::KEY_FRAGS * 64);
     // A wave of role 0 has K, P and dV, one of role 1 V, dS and dK of the same positions.
     const int wave = wave_read(wave_index(), 0), role = wave & 1, own = wave / 2 * S::KEY_FRAGS;
-    const int lane = lane_index(), thread = (int)thread_index();
+    const back_kv_lds lds = {shared + own * 64 + lane_index(), lse, lse + 16, (int *)(lse + 32)};
+    const int thread = (int)thread_index();
     const uint32_t heads = (uint32_t)(a.n_kv_heads * a.n_seqs);
     const int head_seq = (int)(block % heads), n0 = (int)(block / heads) * ROCQ_K_BACK_BLOCK;
     const int first = n0 + 16 * own, last = first + 16 * S::KEY_FRAGS - 1; // of the wave
@@ -11335,13 +11681,8 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
     const back_score score = back_score_of(a);
     const int window = a.window > 0 ? a.window : INT32_MAX;
 
-    // The columns whose queries see any of the block's positions, from whole tiles on.
-    const int64_t shift = a.n_kv - a.n_q, n_q = a.n_q;
-    const int64_t low = a.causal ? min(max(n0 - shift, (int64_t)0), n_q) : 0;
-    const int64_t past = (int64_t)n0 + ROCQ_K_BACK_BLOCK - 1 + a.window - shift;
-    const int64_t high = a.window > 0 ? max(min(past, n_q), (int64_t)0) : n_q;
-    const int begin = (int)low * a.group / 16 * 16, end = (int)high * a.group;
-
+    const back_range seen = back_kv_columns(a, n0);
+    const int begin = seen.begin, end = seen.end;
     frag mine[S::KEY_FRAGS][S::FRAGS]; // K or V
     frag_c sum[S::KEY_FRAGS][S::FRAGS]; // dV or dK
 #pragma unroll
@@ -11353,7 +11694,6 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
     back_share<S::KV_CHUNKS, S::THREADS> share;
     u32x4 side = make4(0, 0, 0, 0);
     const f16 *const images = (const f16 *)tile + role * S::IMAGE + frag_lane(128, 64);
-    u32x2 *const weights = shared + own * 64 + lane;
     if (begin < end) {
         back_fetch(share, columns + begin / 16 * (S::IMAGE / 2));
         if (thread < 16) side = gload(sides + begin + thread);
@@ -11362,9 +11702,9 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         block_sync_lds();
         back_put(tile, share);
         if (thread < 16) {
-            lput(lse + thread, bits<float>(side.x));
-            lput(delta + thread, bits<float>(side.y));
-            lput(at + thread, (int)side.z);
+            lput(lds.lse + thread, bits<float>(side.x));
+            lput(lds.delta + thread, bits<float>(side.y));
+            lput(lds.positions + thread, (int)side.z);
         }
         block_sync_lds();
         const int next = c + 16;
@@ -11372,62 +11712,21 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
             back_fetch(share, columns + next / 16 * (S::IMAGE / 2));
             if (thread < 16) side = gload(sides + next + thread);
         }
-        const int p_first = wave_read(lget(at), 0), p_last = wave_read(lget(at + 15), 0);
+        const int p_first = wave_read(lget(lds.positions), 0),
+                  p_last = wave_read(lget(lds.positions + 15), 0);
         const bool live = !a.causal || (first <= p_last && p_first - last < window);
         const bool hides = a.causal && (last > p_first || p_last - first >= window);
         frag_c s[S::KEY_FRAGS]; // S or dP, then P or dS
         if (live) {
-#pragma unroll
-            for (int key = 0; key < S::KEY_FRAGS; key++) back_clear(s[key]);
-#pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                if (f % 2 == 0) keep_order();
-                const frag x = frag_load_lane(images + 256 * f, 128);
-#pragma unroll
-                for (int key = 0; key < S::KEY_FRAGS; key++) wmma(s[key], x, mine[key][f]);
-            }
-        }
-        if (live && role == 0) {
-#pragma unroll
-            for (int key = 0; key < S::KEY_FRAGS; key++) {
-                frag_c &x = s[key];
-                float p[8];
-                back_cap(score, x);
-#pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    p[v] = exp2_fast(fmaf(x.v[v], score.factor, -lget(lse + frag_row(v))));
-                }
-                if (hides) {
-                    const int j = first + 16 * key;
-#pragma unroll
-                    for (int v = 0; v < 8; v++) {
-                        const int back = lget(at + frag_row(v)) - j - frag_col(v);
-                        if (back < 0 || back >= window) p[v] = 0.0f;
-                    }
-                }
-                const frag_c bare = {{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}};
-                back_bend(score, p, x);
-                x = bare;
-                lput(weights + 64 * key,
-                     make2(attend_pair(p[0], p[1]), attend_pair(p[2], p[3])));
-                lput(weights + 64 * key + 32,
-                     make2(attend_pair(p[4], p[5]), attend_pair(p[6], p[7])));
-            }
+            back_kv_multiply(s, images, mine);
+            if (role == 0) back_kv_weigh(s, score, lds, hides, first, window);
         }
         block_sync_lds();
         if (!live) continue;
         frag operand[S::KEY_FRAGS];
 #pragma unroll
         for (int key = 0; key < S::KEY_FRAGS; key++) {
-            if (role == 1) {
-                const u32x2 lo = lget(weights + 64 * key), hi = lget(weights + 64 * key + 32);
-                const uint32_t w[4] = {lo.x, lo.y, hi.x, hi.y};
-#pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    const float p = f16_f32((uint16_t)(w[v / 2] >> 16 * (v % 2)));
-                    s[key].v[v] = p * (s[key].v[v] - lget(delta + frag_row(v)));
-                }
-            }
+            if (role == 1) back_kv_slope(s[key], lds, key);
             operand[key] = frag_from_c(s[key]);
         }
 #pragma unroll
@@ -11439,23 +11738,53 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         }
     }
 
-    const rocq_k_attention_backward_args &b = reread(a);
-    const rocq_k_tensor &to = role == 0 ? b.dv : b.dk;
-    const float scale = role == 0 ? 1.0f : b.scale;
-    const int kv_head = head_seq % b.n_kv_heads, seq = head_seq / b.n_kv_heads;
+    back_kv_store(a, role, head_seq, first, sum);
+}
+
+// Of each column of a lane: what the forward has left of it, and the positions that it sees.
+struct back_q_sides {
+    float lse[FRAG_SLOTS], delta[FRAG_SLOTS];
+    int low[FRAG_SLOTS], high[FRAG_SLOTS];
+};
+// Adds a tile of positions, from `first` on, to the sums of dQ. k: images of K, V and K^T, at the
+// lane's part. dout is in registers, or its image in LDS (DOUT_IN_LDS) at dout_lane.
+template <int D, int DOUTS>
+DEV void back_q_tile(frag_c (&sum)[back_shape<D>::FRAGS], const f16 *k,
+                     const frag (&q)[back_shape<D>::FRAGS], const frag (&dout)[DOUTS],
+                     const f16 *dout_lane, const back_score &score, const back_q_sides &sides,
+                     int first, bool hides) {
+    typedef back_shape<D> S;
+    frag_c s, ds;
+    back_clear(s);
+    back_clear(ds);
 #pragma unroll
-    for (int key = 0; key < S::KEY_FRAGS; key++) {
+    for (int f = 0; f < S::FRAGS; f++) {
+        if (S::DOUT_IN_LDS || f % 2 == 0) keep_order();
+        wmma(s, frag_load_lane(k + 256 * f, 128), q[f]);
+    }
+    float weight[8];
+    back_cap(score, s);
 #pragma unroll
-        for (int v = 0; v < 8; v++) {
-            const int j = first + 16 * key + frag_row(v);
-            if (j >= b.n_kv) continue;
-            char *const row = row_of(to, kv_head, j, seq);
+    for (int v = 0; v < 8; v++) {
+        const int slot = frag_slot(v), p = first + frag_row(v);
+        weight[v] = exp2_fast(fmaf(s.v[v], score.factor, -sides.lse[slot]));
+        if (hides && (p < sides.low[slot] || p >= sides.high[slot])) weight[v] = 0.0f;
+    }
+    back_bend(score, weight, s);
 #pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                const int e = 16 * f + frag_col(v);
-                if (e < b.head_dim) put_float(to.format, row, e, sum[key][f].v[v] * scale);
-            }
-        }
+    for (int f = 0; f < S::FRAGS; f++) {
+        if (S::DOUT_IN_LDS || f % 2 == 0) keep_order();
+        const frag x = frag_load_lane(k + S::IMAGE + 256 * f, 128);
+        if (S::DOUT_IN_LDS) wmma(ds, x, frag_load_lane(dout_lane + 256 * f, 128));
+        else wmma(ds, x, dout[S::DOUT_IN_LDS ? 0 : f]);
+    }
+#pragma unroll
+    for (int v = 0; v < 8; v++) ds.v[v] = weight[v] * (ds.v[v] - sides.delta[frag_slot(v)]);
+    const frag operand = frag_from_c(ds);
+#pragma unroll
+    for (int f = 0; f < S::FRAGS; f++) {
+        if (S::DOUT_IN_LDS || f % 2 == 0) keep_order();
+        wmma(sum[f], operand, frag_load_lane(k + 2 * S::IMAGE + 256 * f, 128));
     }
 }
 
@@ -11473,7 +11802,6 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
                      ((int64_t)head_seq * a.tiles_q + column / 16) * 4 * S::IMAGE;
     const u32x4 *positions = (const u32x4 *)a.positions +
                              (int64_t)head_seq * a.tiles_kv * 3 * (S::IMAGE / 8);
-    const u32x4 *sides = (const u32x4 *)a.sides + (int64_t)head_seq * a.tiles_q * 16;
     const back_score score = back_score_of(a);
 
     // What the queries of the block's first and last columns see bounds what all see.
@@ -11498,15 +11826,15 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
         }
         wave_sync();
     }
-    float lse[FRAG_SLOTS], delta[FRAG_SLOTS];
-    int low[FRAG_SLOTS], high[FRAG_SLOTS];
+    back_q_sides sides;
 #pragma unroll
     for (int i = 0; i < FRAG_SLOTS; i++) {
-        const u32x4 side = gload(sides + column + frag_slot_col(i));
-        lse[i] = bits<float>(side.x);
-        delta[i] = bits<float>(side.y);
-        low[i] = a.window > 0 ? (int)side.z - a.window + 1 : 0;
-        high[i] = a.causal ? min((int)side.z + 1, a.n_kv) : a.n_kv;
+        const u32x4 side = gload((const u32x4 *)a.sides + (int64_t)head_seq * a.tiles_q * 16 +
+                                 column + frag_slot_col(i));
+        sides.lse[i] = bits<float>(side.x);
+        sides.delta[i] = bits<float>(side.y);
+        sides.low[i] = a.window > 0 ? (int)side.z - a.window + 1 : 0;
+        sides.high[i] = a.causal ? min((int)side.z + 1, a.n_kv) : a.n_kv;
     }
     const int wave_low = shift + column / a.group, wave_high = shift + (column + 15) / a.group;
     back_share<S::Q_CHUNKS, S::THREADS> share;
@@ -11528,38 +11856,7 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
                                              (a.window > 0 && first <= wave_high - a.window)));
             const f16 *const k = images + t * 3 * S::IMAGE;
             const f16 *const dout_lane = dout_image + recomputed(frag_lane(128, 64));
-            frag_c s, ds;
-            back_clear(s);
-            back_clear(ds);
-#pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
-                wmma(s, frag_load_lane(k + 256 * f, 128), q[f]);
-            }
-            float weight[8];
-            back_cap(score, s);
-#pragma unroll
-            for (int v = 0; v < 8; v++) {
-                const int slot = frag_slot(v), p = first + frag_row(v);
-                weight[v] = exp2_fast(fmaf(s.v[v], score.factor, -lse[slot]));
-                if (hides && (p < low[slot] || p >= high[slot])) weight[v] = 0.0f;
-            }
-            back_bend(score, weight, s);
-#pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
-                const frag x = frag_load_lane(k + S::IMAGE + 256 * f, 128);
-                if (DOUT_IN_LDS) wmma(ds, x, frag_load_lane(dout_lane + 256 * f, 128));
-                else wmma(ds, x, dout[DOUT_IN_LDS ? 0 : f]);
-            }
-#pragma unroll
-            for (int v = 0; v < 8; v++) ds.v[v] = weight[v] * (ds.v[v] - delta[frag_slot(v)]);
-            const frag operand = frag_from_c(ds);
-#pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
-                wmma(sum[f], operand, frag_load_lane(k + 2 * S::IMAGE + 256 * f, 128));
-            }
+            back_q_tile<D>(sum, k, q, dout, dout_lane, score, sides, first, hides);
         }
     }
 
@@ -11570,11 +11867,7 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
         const int c = column + frag_row(v);
         if (c >= b.n_columns) continue;
         char *const row = row_of(b.dq, kv_head * b.group + c % b.group, c / b.group, seq);
-#pragma unroll
-        for (int f = 0; f < S::FRAGS; f++) {
-            const int e = 16 * f + frag_col(v);
-            if (e < b.head_dim) put_float(b.dq.format, row, e, sum[f].v[v] * b.scale);
-        }
+        back_store(b.dq, row, b.head_dim, sum, v, b.scale);
     }
 }
 
