@@ -2784,10 +2784,8 @@ enum {
     ROCQ_K_CONV_W = 8,        // a block of a conv: columns and rows of y
     ROCQ_K_CONV_H = 16,
     ROCQ_K_CONV_PATCH = 180,  // most positions of z in LDS: 3x3 taps of such a block
-    ROCQ_K_CONV_LDS_GROUPS = 3, // conv_lds_64: groups of four waves
-    ROCQ_K_CONV_LDS_TAPS = 9,   // most taps, of 64 by 64 channels
-    ROCQ_K_CONV_LDS_64_BYTES =  // those weights, and two patches for each group
-        128 * (ROCQ_K_CONV_LDS_TAPS * 65 + 2 * ROCQ_K_CONV_LDS_GROUPS * (ROCQ_K_CONV_PATCH + 1)),
+    ROCQ_K_CONV_LDS_GROUPS = 3, // conv_lds_64 and conv_lds_16: groups of four waves
+    ROCQ_K_CONV_LDS_TAPS = 9,   // and taps, at most
     ROCQ_K_CONV_LDS_H = 32,     // conv_lds_128: rows of y of a block
     ROCQ_K_CONV_LDS_PATCH = (ROCQ_K_CONV_W + 2) * (ROCQ_K_CONV_LDS_H + 2), // most positions
     ROCQ_K_CONV_LDS_STAGES = 4, // steps of w in LDS
@@ -2796,6 +2794,12 @@ enum {
     ROCQ_K_BACKWARD_TILE = 128, // k and rows of a block of matmul_backward
     ROCQ_K_STATS_RUN = 128    // elements of a channel that a thread of norm_stats adds up
 };
+
+// LDS of the conv_lds kernel for up to m channels of y: all weights, of 64 channels of x, and for
+// each group two patches; one where a block is a single group, which has a single tile.
+#define ROCQ_K_CONV_LDS_BYTES(m, groups)       \
+    (128 * (ROCQ_K_CONV_LDS_TAPS * ((m) + 1) + \
+            ((groups) > 1 ? 2 * (groups) : 1) * (ROCQ_K_CONV_PATCH + 1)))
 
 // A tensor of any strides. If it is planar, it is contiguous and data is its first plane.
 typedef struct rocq_k_tensor {
@@ -3241,7 +3245,7 @@ typedef struct rocq_k_attention_args {
 // ROCQ_K_CONV_H rows of a frame; blockIdx.x counts tiles_m, tiles_x, tiles_y, n_splits, blockIdx.z
 // frames of y. With n_splits over 1 the sums go to work, and conv_merge follows. conv_input makes
 // y, F16 [C, W, H, N] without gaps, of x by norm and activation, for a conv to read. Kernels
-// conv_f32_* are for x in F32, conv_f16_* for F16 and BF16. conv_lds_64 and conv_lds_128 are for
+// conv_f32_* are for x in F32, conv_f16_* for F16 and BF16. Those named conv_lds are for
 // chips whose self-test reports them; tiles of the latter have ROCQ_K_CONV_LDS_H rows.
 typedef struct rocq_k_conv_args {
     rocq_k_common common;
@@ -3261,7 +3265,8 @@ typedef struct rocq_k_conv_args {
     int32_t x_activation, activation;
     float x_scale, y_scale;  // y_scale = 1 / x_scale
     int32_t tiles_m, tiles_x, tiles_y, n_splits;
-    int32_t n_blocks;        // conv_lds_64: blocks of the whole launch
+    int32_t n_blocks;        // conv_lds_64, conv_lds_16: blocks of the whole launch
+    int32_t w_ahead;         // and whether the launch ahead of this one leaves w alone
 } rocq_k_conv_args;
 
 // norm_stats: a block for each of n_shares shares of a frame's positions and each 256 channels;
@@ -3551,6 +3556,7 @@ enum {
     X(ranges, rocq_k_ranges_args, 256)                       \
     ROCQ_K_CONV_TILES(ROCQ_K_CONV, X)                        \
     X(conv_lds_64, rocq_k_conv_args, 128 * ROCQ_K_CONV_LDS_GROUPS) \
+    X(conv_lds_16, rocq_k_conv_args, 128 * ROCQ_K_CONV_LDS_GROUPS) \
     X(conv_lds_128, rocq_k_conv_args, 256)                   \
     X(conv_input, rocq_k_conv_args, 256)                     \
     X(conv_merge, rocq_k_conv_args, 256)                     \
@@ -4683,6 +4689,29 @@ static bool rocq__extent(const rocq_tensor *t, int64_t *extent) {
         if (!rocq__add(last, step, &last)) return false;
     }
     return rocq__add(last, t->ne[0], &last) && rocq__mul(last / elems, bytes, extent);
+}
+
+static uint64_t rocq__address(const rocq_tensor *t) {
+    return (t->buffer.host ? (uint64_t)(uintptr_t)t->buffer.host : t->buffer.device.address) +
+           (uint64_t)t->offset;
+}
+
+// All addresses from a tensor's first byte to its last, gaps included.
+typedef struct rocq__range {
+    uint64_t begin, end;
+} rocq__range;
+
+static rocq__range rocq__range_of(const rocq_tensor *t) {
+    int64_t extent = 0;
+    rocq__extent(t, &extent); // cannot fail: rocq__check_tensor has called it
+    const rocq__range range = {rocq__address(t), rocq__address(t) + (uint64_t)extent};
+    return range;
+}
+
+static int64_t rocq__range_size(rocq__range range) { return (int64_t)(range.end - range.begin); }
+
+static bool rocq__ranges_cross(rocq__range a, rocq__range b) {
+    return a.begin < b.end && b.begin < a.end;
 }
 
 ROCQ_DEF rocq_result rocq_tensor_init(rocq_tensor *tensor, const rocq_buffer *buffer,
@@ -18027,6 +18056,10 @@ typedef struct rocq__gpu {
     void *module;
     void *function[ROCQ_K_COUNT];
     int64_t launches[ROCQ_K_COUNT]; // of each kernel, without replays; for tests
+    int64_t n_launched;    // of all kernels
+    int64_t conv_at;       // n_launched behind the last launch of conv_lds_64 or conv_lds_16,
+    rocq__range conv_y;    // where its y is,
+    bool conv_ahead;       // and whether it copied w ahead; for tests
     bool *would_launch;    // [ROCQ_K_COUNT] or NULL: a plan marks the kernels that it would launch
     void *stream;          // the only queue: a second one would cost power even when idle
     uint32_t *status;      // [1], set by kernels that meet an index out of range
@@ -18547,7 +18580,7 @@ enum {
     ROCQ__LDS_DECODED_LAST = ROCQ_K_matmul_lds_mxfp6_e3m2_128x64
 };
 
-static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel) {
+static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel, uint32_t threads) {
     for (int i = 0; i < ROCQ__LDS_FORWARD_TILES && gpu->chip.lds_tiles; i++) {
         const rocq__lds_tile *t = &rocq__lds_tiles[i];
         if (kernel == t->matmul) return (uint32_t)t->bytes;
@@ -18564,7 +18597,10 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel) {
     if (kernel == ROCQ_K_attention_lds_512 && gpu->chip.lds_tiles) {
         return ROCQ_K_ATTENTION_LDS_BYTES;
     }
-    if (kernel == ROCQ_K_conv_lds_64 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_64_BYTES;
+    if ((kernel == ROCQ_K_conv_lds_64 || kernel == ROCQ_K_conv_lds_16) && gpu->chip.lds_tiles) {
+        const uint32_t m = kernel == ROCQ_K_conv_lds_64 ? 64 : 16;
+        return ROCQ_K_CONV_LDS_BYTES(m, threads / 128);
+    }
     if (kernel == ROCQ_K_conv_lds_128 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_128_BYTES;
     if (gpu->matvec_lds == 0 || !rocq__is_matvec(kernel)) return 0;
     const bool row = kernel >= ROCQ_K_matvec_row_q4_0 && kernel <= ROCQ_K_matvec_row_low;
@@ -18574,7 +18610,7 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel) {
 // Submits one launch of the whole grid and returns HIP's error number.
 static int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint32_t grid_z,
                             uint32_t threads, void *args) {
-    const uint32_t lds = rocq__lds_of(gpu, kernel);
+    const uint32_t lds = rocq__lds_of(gpu, kernel, threads);
     if (!gpu->image) {
         return gpu->hip->launch(gpu->hip->stubs[kernel], grid_x, grid_z, threads, lds, args,
                                 gpu->stream);
@@ -19250,6 +19286,7 @@ static rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int64
             rocq__kernels[kernel].name,
             rocq__hip_launch(gpu, kernel, (uint32_t)n, (uint32_t)grid_z, (uint32_t)threads, args));
         gpu->launches[kernel]++;
+        gpu->n_launched++;
         ctx->stats.n_launches++;
     }
     return ROCQ_OK;
@@ -21023,7 +21060,7 @@ static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
     return (double)rocq__bytes(p->x->format, 1) + 2.0 < loading * chip->bytes_per_us;
 }
 
-// Which of the kernels named conv_lds can run this conv, or -1. pass: x is what conv_input makes.
+// Which of the kernels named conv_lds runs this conv, or -1. pass: x is what conv_input makes.
 static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
                           const rocq_k_conv_args *args, bool pass) {
     const double tiles = (double)args->tiles_x * args->tiles_y * (double)p->y->ne[3];
@@ -21035,7 +21072,7 @@ static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
         return -1;
     }
     if (args->m <= 64) {
-        // Few channels of y are stored one by one, others as vectors of halves
+        // Up to 16 channels of y are stored one by one, others as vectors of halves
         const bool halves = p->y->format == ROCQ_F16 && args->y_wide &&
                             (!p->residual || p->residual->format == ROCQ_F16) &&
                             (args->activation == ROCQ_ACT_IDENTITY ||
@@ -21047,7 +21084,7 @@ static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
             fits = fits && args->x.stride[d] <= most && args->y.stride[d] <= most &&
                    (!p->residual || args->residual.stride[d] <= most);
         }
-        return fits ? ROCQ_K_conv_lds_64 : -1;
+        return !fits ? -1 : args->m <= 16 ? ROCQ_K_conv_lds_16 : ROCQ_K_conv_lds_64;
     }
     // Tiles of twice the rows may have more positions outside of y: at most a quarter more
     const int32_t h = (int32_t)p->y->ne[2];
@@ -21069,6 +21106,21 @@ static void rocq__job_conv_input(rocq__job *job, const rocq_conv_params *p,
     args->norm_weight = args->norm_bias = NULL;
     args->x_activation = ROCQ_ACT_IDENTITY;
     args->x_scale = 1.0f;
+}
+
+// Launches conv_lds_64 or conv_lds_16. Its blocks begin before the launch ahead of it has ended,
+// and may copy w at once if that launch does not write it. It is known not to if it is such a kernel
+// with another y. Where a graph begins, or behind a copy, all launches ahead have ended.
+static void rocq__conv_launch_ahead(rocq__job *job, int kernel, int groups, const rocq_tensor *y,
+                                    const rocq_tensor *w, rocq_k_conv_args *args) {
+    rocq__gpu *gpu = job->ctx->gpu;
+    args->w_ahead = gpu->conv_at > 0 && gpu->conv_at == gpu->n_launched &&
+                    !rocq__ranges_cross(gpu->conv_y, rocq__range_of(w));
+    rocq__job_launch(job, kernel, args->n_blocks, 1, 128 * groups, args);
+    if (job->planning) return;
+    gpu->conv_ahead = args->w_ahead;
+    gpu->conv_y = rocq__range_of(y);
+    gpu->conv_at = gpu->n_launched;
 }
 
 static void rocq__job_conv(rocq__job *job, const void *params) {
@@ -21109,11 +21161,12 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     if (pass) rocq__job_conv_input(job, p, &args);
     int64_t tiles = (int64_t)args.tiles_m * args.tiles_x * args.tiles_y;
     const int lds = rocq__conv_lds(chip, p, &args, pass);
-    if (lds == ROCQ_K_conv_lds_64) {
+    if (lds == ROCQ_K_conv_lds_64 || lds == ROCQ_K_conv_lds_16) {
         args.n_splits = 1;
+        const int groups = tiles * frames > chip->n_units ? ROCQ_K_CONV_LDS_GROUPS : 1;
         args.n_blocks = (int32_t)ROCQ__MIN(tiles * frames, (int64_t)chip->n_units);
         job->cost = cost;
-        rocq__job_launch(job, lds, args.n_blocks, 1, 128 * ROCQ_K_CONV_LDS_GROUPS, &args);
+        rocq__conv_launch_ahead(job, lds, groups, p->y, &w, &args);
         return;
     }
     if (lds == ROCQ_K_conv_lds_128) {
@@ -22156,11 +22209,6 @@ static bool rocq__self_overlap(const rocq_tensor *t) {
 }
 
 // Address of element 0, on the host or the device.
-static uint64_t rocq__address(const rocq_tensor *t) {
-    return (t->buffer.host ? (uint64_t)(uintptr_t)t->buffer.host : t->buffer.device.address) +
-           (uint64_t)t->offset;
-}
-
 // Checks one operand: that it is present (unless optional), of an accepted format, of whole blocks,
 // inside its buffer, and aligned. Without a context (rocq_kv_size) any kind of memory is accepted.
 static rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char *name,
@@ -23069,24 +23117,6 @@ static const rocq_tensor *rocq__planar_operand(rocq_op op, const void *params) {
         }
     }
     return NULL;
-}
-
-// All addresses from a tensor's first byte to its last, gaps included.
-typedef struct rocq__range {
-    uint64_t begin, end;
-} rocq__range;
-
-static rocq__range rocq__range_of(const rocq_tensor *t) {
-    int64_t extent = 0;
-    rocq__extent(t, &extent); // cannot fail: rocq__check_tensor has called it
-    const rocq__range range = {rocq__address(t), rocq__address(t) + (uint64_t)extent};
-    return range;
-}
-
-static int64_t rocq__range_size(rocq__range range) { return (int64_t)(range.end - range.begin); }
-
-static bool rocq__ranges_cross(rocq__range a, rocq__range b) {
-    return a.begin < b.end && b.begin < a.end;
 }
 
 // A dimension of one of two tensors: an element lies 0 to most times step bytes from the first.

@@ -106,6 +106,9 @@
 //   lds_add(p, n), lds_take(p, n)    atomic, in LDS; lds_take returns the old value
 //   frag, frag_c, wmma       16x16x16 on the matrix unit, see there
 //   wmma_vectors             the same from vectors that lanes read from memory, see there
+//   turn_take(g) turn_pass(g)  group g of four waves waits until another has passed it the turn;
+//                            all threads of a group call them. They order no memory
+//   launch_begin launch_next  see there; nothing but on Hopper
 //   WMMA_LDS, wmma_lds       whether four waves can multiply straight from LDS, see there
 //   WMMA_TILES, wmma_tile    the same of whole tiles, as the kernels named _lds have them
 //   target_id                0x1100 and so on, 0 where not gfx
@@ -140,6 +143,15 @@ DEV void launch_begin() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// The exception is a kernel declared by KERNEL_AHEAD: it waits by itself, and may do before what
+// does not depend on the launch ahead of it. launch_next lets the launch behind it begin, whose
+// blocks then wait for this one's end, while the caller's block still runs. All threads call both,
+// launch_next after launch_begin: so of the launches ahead of a block only one can be unfinished.
+DEV void launch_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 #define KERNEL_BOUNDS(name, args, ...)                                                          \
     DEV void rocq_body_##name(const args &a);                                                   \
     extern "C" __global__ void __launch_bounds__(__VA_ARGS__)                                   \
@@ -151,6 +163,13 @@ DEV void launch_begin() {
 #define KERNEL(name, args, threads) KERNEL_BOUNDS(name, args, threads)
 #define KERNEL_WAVES(name, args, threads, waves) \
     KERNEL_BOUNDS(name, args, threads, (waves)*128 / (threads))
+#define KERNEL_AHEAD(name, args, threads, waves)                                                \
+    DEV void rocq_body_##name(const args &a);                                                   \
+    extern "C" __global__ void __launch_bounds__(threads, (waves)*128 / (threads))              \
+        rocq_k_##name(const __grid_constant__ args a) {                                         \
+        rocq_body_##name(a);                                                                    \
+    }                                                                                           \
+    DEV void rocq_body_##name(const args &a)
 #define CONSTANT static __device__ constexpr
 #define LDS(type, name, n) __shared__ __attribute__((aligned(16))) type name[n]
 #define LDS_GRANTED(type, name, n) extern __shared__ __attribute__((aligned(1024))) type name[]
@@ -160,6 +179,12 @@ DEV void block_sync() { __syncthreads(); }
 DEV void block_sync_lds() { __syncthreads(); }
 DEV void group_sync_lds(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+DEV void turn_take(int group) {
+    asm volatile("bar.sync %0, 256;" ::"r"(group + 8) : "memory");
+}
+DEV void turn_pass(int group) {
+    asm volatile("bar.arrive %0, 256;" ::"r"(group + 8) : "memory");
 }
 DEV uint32_t thread_index() { return threadIdx.x; }
 DEV uint32_t n_threads() { return blockDim.x; }
@@ -429,7 +454,7 @@ DEV void wmma_vectors(frag_c &c, const u32x4 (&a)[2], const u32x4 (&b)[2]) {
 }
 // Four waves multiply straight from LDS (wgmma), where tiles are in chunks of K as for frag_lane:
 // c += a b with 64 rows of a, of which wave w has 16 w to 16 w + 15, and 16 N columns of b, over 16
-// k. a_chunk, b_chunk and b_eight are as there, in units of 8 halves; a's rows are without gaps.
+// k. a_chunk, a_eight, b_chunk and b_eight are as there, in units of 8 halves.
 // The products between wmma_lds_begin and wmma_lds_end are a batch, which runs asynchronously.
 // Before it, after their last writes to LDS, all four waves call lds_written and meet at a barrier;
 // until wmma_lds_wait nobody may touch c or write what the batch reads. wmma_lds_wait<LEFT> waits
@@ -469,6 +494,7 @@ DEV uint64_t wmma_lds_tile(const f16 *tile, int chunk, int eight) { // a matrix 
                      : __VA_ARGS__                                                            \
                      : "l"(a), "l"(b), "n"(A_TURNED ? 1 : 0), "n"(B_TURNED ? 1 : 0));         \
     }
+WMMA_64(16, "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9, 1, 1, 1, %10, %11;", WMMA_C(0))
 WMMA_64(64, WMMA_10() WMMA_10(1) WMMA_10(2) "%30, %31", "%32, %33, 1, 1, 1, %34, %35;", WMMA_4C(0))
 WMMA_64(128, WMMA_60 "%60, %61, %62, %63", "%64, %65, 1, 1, 1, %66, %67;", WMMA_4C(0), WMMA_4C(4))
 WMMA_64(192, WMMA_60 WMMA_10(6) WMMA_10(7) WMMA_10(8) "%90, %91, %92, %93, %94, %95",
@@ -477,9 +503,10 @@ WMMA_64(256, WMMA_60 WMMA_10(6) WMMA_10(7) WMMA_10(8) WMMA_10(9) WMMA_10(10) WMM
         "%120, %121, %122, %123, %124, %125, %126, %127", "%128, %129, 1, 1, 1, %130, %131;",
         WMMA_4C(0), WMMA_4C(4), WMMA_4C(8), WMMA_4C(12))
 template <int N>
-DEV void wmma_lds(frag_c (&c)[N], const f16 *a, int a_chunk, const f16 *b, int b_chunk,
+DEV void wmma_lds(frag_c (&c)[N], const f16 *a, int a_chunk, int a_eight, const f16 *b, int b_chunk,
                   int b_eight) {
-    wmma_64<false, false>(c, wmma_lds_tile(a, a_chunk, 8), wmma_lds_tile(b, b_chunk, b_eight));
+    wmma_64<false, false>(c, wmma_lds_tile(a, a_chunk, a_eight),
+                          wmma_lds_tile(b, b_chunk, b_eight));
 }
 template <bool A_TURNED, bool B_TURNED, int N>
 DEV void wmma_tile(frag_c (&c)[N], const f16 *a, const f16 *b, int s) {
@@ -494,7 +521,8 @@ DEV void lds_written() {}
 DEV void wmma_lds_begin() {}
 DEV void wmma_lds_end() {}
 template <int = 0> DEV void wmma_lds_wait() {}
-template <int N> DEV void wmma_lds(frag_c (&)[N], const f16 *, int, const f16 *, int, int) {}
+template <int N>
+DEV void wmma_lds(frag_c (&)[N], const f16 *, int, int, const f16 *, int, int) {}
 template <bool, bool, int N> DEV void wmma_tile(frag_c (&)[N], const f16 *, const f16 *, int) {}
 #endif
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
@@ -782,10 +810,16 @@ DEV void wmma_vectors(frag_c &c, const u32x4 (&a)[4], const u32x4 (&b)[4]) {
 enum { WMMA_LDS = 0, WMMA_TILES = 0 }; // operands are registers
 DEV void lds_written() {}
 DEV void group_sync_lds(int) {}
+DEV void turn_take(int) {}
+DEV void turn_pass(int) {}
+DEV void launch_begin() {}
+DEV void launch_next() {}
+#define KERNEL_AHEAD KERNEL_WAVES
 DEV void wmma_lds_begin() {}
 DEV void wmma_lds_end() {}
 template <int = 0> DEV void wmma_lds_wait() {}
-template <int N> DEV void wmma_lds(frag_c (&)[N], const f16 *, int, const f16 *, int, int) {}
+template <int N>
+DEV void wmma_lds(frag_c (&)[N], const f16 *, int, int, const f16 *, int, int) {}
 template <bool, bool, int N> DEV void wmma_tile(frag_c (&)[N], const f16 *, const f16 *, int) {}
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
     frag_v8i v = __builtin_bit_cast(frag_v8i, c);
@@ -9805,7 +9839,7 @@ DEV void conv_multiply_lds(frag_c (&c)[TM][8], const f16 *w, int w_chunk, const 
     for (int s = 0; s < N16; s++) {
 #pragma unroll
         for (int i = 0; i < TM; i++) {
-            wmma_lds(c[i], w + 2 * s * w_chunk + 64 * 8 * i, w_chunk / 8, z + 2 * s * CONV_CHUNK,
+            wmma_lds(c[i], w + 2 * s * w_chunk + 64 * 8 * i, w_chunk / 8, 8, z + 2 * s * CONV_CHUNK,
                      CONV_CHUNK / 8, line);
         }
     }
@@ -9958,7 +9992,7 @@ ROCQ_K_CONV_TILES(ROCQ_X, )
 // conv where the matrix unit reads both operands from LDS (WMMA_TILES): x is F16, of whole vectors
 // of 8 channels, without norm, activation and scale, and a patch has a halo. Elsewhere these
 // kernels are empty, and no launch has them. The order of the sums is that of conv. LDS, which a
-// launch asks for: ROCQ_K_CONV_LDS_64_BYTES, ROCQ_K_CONV_LDS_128_BYTES.
+// launch asks for: ROCQ_K_CONV_LDS_BYTES, ROCQ_K_CONV_LDS_128_BYTES.
 //
 // Sums of a group of four waves, 64 channels by 64 positions at a time, lie in LDS by positions,
 // CONV_LDS_STRIDE floats apart. Of each vector of eight channels the first four lie in the first
@@ -10040,47 +10074,153 @@ DEV void conv_lds_bias(const rocq_k_conv_args &a, int32_t m, bool live, float (&
     if (a.bias && live) conv_floats(ROCQ_F32, conv_load(ROCQ_F32, (const char *)a.bias, m), bias);
 }
 
-// conv_lds_64: 3x3 taps, up to 64 channels to up to 64 (TAESD's layers), kt = 1, one split. All
-// weights stay in LDS: blocks are as many as compute units, and each takes one tile after another,
-// so that weights are copied once for a block and not once for a tile, and no step of the sums
-// waits for a copy or a barrier.
+// conv_lds_64 and conv_lds_16: 3x3 taps, up to 64 channels to up to 64 or 16 (TAESD's layers),
+// kt = 1, one split. All weights stay in LDS: blocks are as many as compute units, and each takes one tile
+// after another, so that weights are copied once for a block and not once for a tile, and no step
+// of the sums waits for a copy or a barrier. They are copied before the launch ahead has ended where
+// that does not write them (w_ahead).
 //
-// A block has ROCQ_K_CONV_LDS_GROUPS groups of four waves, which share the weights and nothing
-// else: a group has tiles and two patches of its own, so that one group finishes its tile while
-// another multiplies. A group copies the patch of its next tile while it computes one. Its sums go
-// through the patch that was multiplied, half of the tile at a time. All groups of a block go
+// A block has ROCQ_K_CONV_LDS_GROUPS groups of four waves, which share the weights: a group has
+// tiles and two patches of its own, so that one group finishes its tile while another multiplies. A
+// group copies the patch of its next tile while it computes one. Patches come by way of L1
+// (copy_async): past it every vector was fetched by itself, and that took most of the time (H100, 64
+// channels at 512 x 512: 41 us for 49). Where there are no more tiles than units a block is one
+// group with one patch, so that blocks of two launches fit on a unit. All groups of a block go
 // through as many rounds, the last of which may be empty. What a thread copies and stores is at the
 // same places of every tile, so their offsets are computed once; with loops over taps, and the
 // places of each tile computed anew, a tile took twice as many instructions, and ptxas waited for
 // each product before the next.
 //
-// Geometry: blockIdx.x counts n_blocks blocks; tiles are those of conv, counted by columns, rows
-// and frames. The offsets of x and y within a tile are 32-bit.
-enum { CONV_LDS_64_CHUNK = 8 * (64 + 1) };
-template <int N16> DEV void conv_lds_64_multiply(frag_c (&c)[8], const f16 *w, const f16 *patch) {
+// conv_lds_64: rows of the fragments are channels; sums go through the patch that was multiplied,
+// half of the tile at a time; y and residual are F16. conv_lds_16: rows are positions, 64 at once.
+//
+// Geometry: blockIdx.x counts n_blocks blocks of one group or of all; tiles are those of conv,
+// counted by columns, rows and frames. The offsets of x and y within a tile are 32-bit.
+template <int BM> struct conv_lds_sums;
+template <> struct conv_lds_sums<64> { frag_c c[1][8]; };
+template <> struct conv_lds_sums<16> { frag_c c[2][1]; };
+template <int BM> DEV constexpr int conv_lds_w_chunk() { return 8 * (BM + 1); }
+template <int N16>
+DEV void conv_lds_multiply(conv_lds_sums<64> &sums, const f16 *w, const f16 *patch) {
+    enum { W_CHUNK = conv_lds_w_chunk<64>(), LINE = ROCQ_K_CONV_W + 2 };
     wmma_lds_begin();
 #pragma unroll
     for (int tap = 0; tap < 9; tap++) {
-        const f16 *const z = patch + 8 * (tap / 3 * (ROCQ_K_CONV_W + 2) + tap % 3);
+        const f16 *const z = patch + 8 * (tap / 3 * LINE + tap % 3);
 #pragma unroll
         for (int s = 0; s < N16; s++) {
-            wmma_lds(c, w + 2 * (N16 * tap + s) * CONV_LDS_64_CHUNK, CONV_LDS_64_CHUNK / 8,
-                     z + 2 * s * CONV_CHUNK, CONV_CHUNK / 8, ROCQ_K_CONV_W + 2);
+            wmma_lds(sums.c[0], w + 2 * (N16 * tap + s) * W_CHUNK, W_CHUNK / 8, 8,
+                     z + 2 * s * CONV_CHUNK, CONV_CHUNK / 8, LINE);
         }
     }
     wmma_lds_end();
 }
-DEV void conv_lds_64_run(const rocq_k_conv_args &a) {
+template <int N16>
+DEV void conv_lds_multiply(conv_lds_sums<16> &sums, const f16 *w, const f16 *patch) {
+    enum { W_CHUNK = conv_lds_w_chunk<16>(), LINE = ROCQ_K_CONV_W + 2 };
+    wmma_lds_begin();
+#pragma unroll
+    for (int tap = 0; tap < 9; tap++) {
+        const f16 *const z = patch + 8 * (tap / 3 * LINE + tap % 3);
+#pragma unroll
+        for (int s = 0; s < N16; s++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                wmma_lds(sums.c[half], z + 2 * s * CONV_CHUNK + 8 * 8 * LINE * half,
+                         CONV_CHUNK / 8, LINE, w + 2 * (N16 * tap + s) * W_CHUNK, W_CHUNK / 8, 8);
+            }
+        }
+    }
+    wmma_lds_end();
+}
+// What a thread stores of every tile of conv_lds_64: vectors of eight channels, of every other row
+// of a column of the tile.
+struct conv_lds_own {
+    int column, row, vector, own, group;
+    int32_t y_offset, r_offset;
+    float bias[8], least;
+};
+template <int BM>
+DEV conv_lds_own conv_lds_own_of(const rocq_k_conv_args &a, int group, int own) {
+    conv_lds_own o;
+    o.column = own / 8 % 8, o.row = own / 64, o.vector = own % 8, o.own = own, o.group = group;
+    o.y_offset = o.row * (int32_t)a.y.stride[1] + o.column * (int32_t)a.y.stride[0] +
+                 16 * o.vector;
+    o.r_offset = o.row * (int32_t)a.residual.stride[1] +
+                 o.column * (int32_t)a.residual.stride[0] + 16 * o.vector;
+    o.least = a.activation == ROCQ_ACT_RELU ? 0.0f : bits<float>(0xff800000u);
+    conv_lds_bias(a, 8 * o.vector, BM == 64 && 8 * o.vector < a.m, o.bias);
+    return o;
+}
+// The tile's sums, of products that are under way, become y. work: the patch of the tile.
+DEV void conv_lds_finish(const rocq_k_conv_args &a, const conv_place &p, bool has_tile,
+                         conv_lds_sums<64> &sums, float *work, const conv_lds_own &o) {
+    const bool has_residual = a.residual.data != 0;
+    const bool stores = has_tile && 8 * o.vector < a.m && o.column < a.y.ne[1] - p.ox0;
+    const int32_t rows = stores ? a.y.ne[2] - p.oy0 - o.row : 0; // from the thread's first on
+    u32x4 residual[8];
+    if (has_residual) {
+        const char *const from = row_of(a.residual, p.ox0, p.oy0, p.frame) + o.r_offset;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (2 * i >= rows) residual[i] = make4(0, 0, 0, 0);
+            else residual[i] = gload((const u32x4 *)(from + 2 * i * a.residual.stride[1]));
+        }
+    }
+    wmma_lds_wait();
+    char *const to = row_of(a.y, p.ox0, p.oy0, p.frame) + o.y_offset;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        group_sync_lds(o.group);
+        conv_lds_put<4>(work, sums.c[0] + 4 * half);
+        group_sync_lds(o.group);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (2 * (4 * half + i) >= rows) continue;
+            float v[8], r[8];
+            conv_lds_vector(work, o.own / 8 + 16 * i, o.vector, v);
+#pragma unroll
+            for (int e = 0; e < 8; e++) v[e] = v[e] * a.y_scale + o.bias[e];
+            if (has_residual) {
+                decode_vector<ROCQ_F16>(residual[4 * half + i], 0, r);
+                decode_vector<ROCQ_F16>(residual[4 * half + i], 1, r + 4);
+#pragma unroll
+                for (int e = 0; e < 8; e++) v[e] += r[e];
+            }
+#pragma unroll
+            for (int e = 0; e < 8; e++) v[e] = v[e] <= o.least ? o.least : v[e]; // NaN stays
+            gstore((u32x4 *)(to + 2 * (4 * half + i) * a.y.stride[1]), conv_halves(v));
+        }
+    }
+}
+// Rows of the fragments are positions, so a thread has few channels of each, and stores them one by
+// one.
+DEV void conv_lds_finish(const rocq_k_conv_args &a, const conv_place &p, bool has_tile,
+                         conv_lds_sums<16> &sums, float *, const conv_lds_own &) {
+    wmma_lds_wait();
+    if (!has_tile) return;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+        for (int v = 0; v < 8; v++) {
+            const int at = 64 * i + 16 * (matmul_wave() % 4) + frag_row(v), m = frag_col(v);
+            if (m >= a.m || !conv_lds_is_live(a, p, p.oy0, at)) continue;
+            conv_put_any(a, p.ox0 + at % 8, p.oy0 + at / 8, p.frame, m, sums.c[i][0].v[v]);
+        }
+    }
+}
+template <int BM> DEV void conv_lds_small(const rocq_k_conv_args &a) {
     enum {
-        W_CHUNK = CONV_LDS_64_CHUNK, W_ALL = ROCQ_K_CONV_LDS_TAPS * 8 * W_CHUNK,
+        W_CHUNK = conv_lds_w_chunk<BM>(), W_ALL = ROCQ_K_CONV_LDS_TAPS * 8 * W_CHUNK,
         PATCH = CONV_BK / 8 * CONV_CHUNK, PATCH_W = ROCQ_K_CONV_W + 2,
-        PIECES = (ROCQ_K_CONV_PATCH + 15) / 16
+        PIECES = (ROCQ_K_CONV_PATCH + 15) / 16, MOST = ROCQ_K_CONV_LDS_GROUPS
     };
-    static_assert(2 * (W_ALL + 2 * ROCQ_K_CONV_LDS_GROUPS * PATCH) == ROCQ_K_CONV_LDS_64_BYTES,
-                  "LDS");
+    static_assert(2 * (W_ALL + 2 * MOST * PATCH) == ROCQ_K_CONV_LDS_BYTES(BM, MOST), "LDS");
     static_assert(4 * CONV_LDS_STRIDE * 64 <= 2 * PATCH, "sums of half a tile");
-    LDS_GRANTED(u32x4, tile, ROCQ_K_CONV_LDS_64_BYTES / 16);
+    LDS_GRANTED(u32x4, tile, ROCQ_K_CONV_LDS_BYTES(BM, MOST) / 16);
     if (a.tiles_m == 0) return;
+    if (!a.w_ahead) launch_begin();
+    const int n_groups = (int)n_threads() / 128;
     const int t = (int)thread_index(), group = matmul_wave() / 4, own = t % 128, vector = own % 8;
     f16 *const w = (f16 *)tile, *const patches = w + W_ALL + group * 2 * PATCH;
     const bool deep = a.c > 32; // else 32 channels are multiplied; past C there are zeros
@@ -10090,15 +10230,17 @@ DEV void conv_lds_64_run(const rocq_k_conv_args &a) {
     // Weights: columns of 64 rows, for each tap `columns` of 8 channels
     const uint32_t k = 9 * (uint32_t)a.c;
 #pragma unroll 2
-    for (int i = t / 8; there && i < 64 * 9; i += 16 * ROCQ_K_CONV_LDS_GROUPS) {
-        const int row = i % 64, tap = i / 64;
+    for (int i = t / 8; there && i < BM * 9; i += 16 * n_groups) {
+        const int row = i % BM, tap = i / BM;
         const bool inside = live && row < a.m;
         const uint32_t from = (uint32_t)row * k + (uint32_t)(tap * a.c + 8 * vector);
         copy_async((u32x4 *)(w + (columns * tap + vector) * W_CHUNK) + row,
                    (const u32x4 *)((const uint16_t *)a.w + (inside ? from : 0)), inside);
     }
+    if (a.w_ahead) launch_begin();
+    launch_next();
     const int32_t frame_tiles = a.tiles_x * a.tiles_y;
-    const int32_t n_tiles = frame_tiles * a.y.ne[3], step = a.n_blocks * ROCQ_K_CONV_LDS_GROUPS;
+    const int32_t n_tiles = frame_tiles * a.y.ne[3], step = a.n_blocks * n_groups;
     const auto place_of_tile = [&](int32_t number) {
         conv_place p;
         p.frame = number / frame_tiles;
@@ -10132,7 +10274,7 @@ DEV void conv_lds_64_run(const rocq_k_conv_args &a) {
                 if (16 * i + 15 >= ROCQ_K_CONV_PATCH && own / 8 >= ROCQ_K_CONV_PATCH - 16 * i) {
                     break;
                 }
-                copy_async_part(to + 16 * i, (const u32x4 *)(from + offsets[i]), live ? 16 : 0);
+                copy_async(to + 16 * i, (const u32x4 *)(from + offsets[i]), live);
             }
         } else if (number < n_tiles && there) {
             const conv_patch from = conv_patch_of(a, p, conv_step_of(a, 0));
@@ -10140,8 +10282,8 @@ DEV void conv_lds_64_run(const rocq_k_conv_args &a) {
             for (int q = own / 8; q < ROCQ_K_CONV_PATCH; q += 16) {
                 const conv_position at = conv_position_of(a, from, q);
                 const char *row = from.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
-                copy_async_part(to + q - own / 8, (const u32x4 *)row + (live ? vector : 0),
-                                at.inside && live ? 16 : 0);
+                copy_async(to + q - own / 8, (const u32x4 *)row + (live ? vector : 0),
+                           at.inside && live);
             }
         }
         copies_close();
@@ -10151,75 +10293,29 @@ DEV void conv_lds_64_run(const rocq_k_conv_args &a) {
     int32_t number = first + group * a.n_blocks;
     conv_place p = place_of_tile(number);
     load(number, p, patches);
-    // A thread stores vectors of every other row of a column of the tile.
-    const bool has_residual = a.residual.data != 0;
-    const bool fast = a.y_wide && a.y.format == ROCQ_F16 &&
-                      (!has_residual || a.residual.format == ROCQ_F16) &&
-                      (a.activation == ROCQ_ACT_IDENTITY || a.activation == ROCQ_ACT_RELU);
-    const float least = a.activation == ROCQ_ACT_RELU ? 0.0f : bits<float>(0xff800000u);
-    const int column = own / 8 % 8, row = own / 64;
-    const int32_t y_offset = row * (int32_t)a.y.stride[1] + column * (int32_t)a.y.stride[0] +
-                             16 * vector;
-    const int32_t r_offset = row * (int32_t)a.residual.stride[1] +
-                             column * (int32_t)a.residual.stride[0] + 16 * vector;
-    float bias[8];
-    conv_lds_bias(a, 8 * vector, fast && 8 * vector < a.m, bias);
+    const conv_lds_own store = conv_lds_own_of<BM>(a, group, own);
     copies_wait<0>();
     lds_written();
     block_sync_lds();
+    // Groups take turns to multiply. Else all would multiply at once, each at a third of the speed,
+    // and then all finish their tiles at once, while the matrix unit is idle.
+    if (group == n_groups - 1) turn_pass(0);
 #pragma unroll 1
     for (int32_t round = 0; round < rounds; round++) {
         f16 *const patch = patches + (round & 1) * PATCH;
         const conv_place next = place_of_tile(number + step);
         load(number + step, next, patches + (~round & 1) * PATCH);
         const bool has_tile = number < n_tiles;
-        frag_c c[1][8];
-        matmul_clear(c);
+        conv_lds_sums<BM> sums;
+        matmul_clear(sums.c);
+        turn_take(group);
         if (has_tile) {
-            if (deep) conv_lds_64_multiply<4>(c[0], w, patch);
-            else conv_lds_64_multiply<2>(c[0], w, patch);
+            if (deep) conv_lds_multiply<4>(sums, w, patch);
+            else conv_lds_multiply<2>(sums, w, patch);
         }
-        const bool stores = fast && has_tile && 8 * vector < a.m && column < a.y.ne[1] - p.ox0;
-        const int32_t rows = stores ? a.y.ne[2] - p.oy0 - row : 0; // from the thread's first on
-        u32x4 residual[8];
-        if (has_residual) {
-            const char *const from = row_of(a.residual, p.ox0, p.oy0, p.frame) + r_offset;
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                if (2 * i >= rows) residual[i] = make4(0, 0, 0, 0);
-                else residual[i] = gload((const u32x4 *)(from + 2 * i * a.residual.stride[1]));
-            }
-        }
-        wmma_lds_wait();
-        float *const work = (float *)patch;
-        char *const to = row_of(a.y, p.ox0, p.oy0, p.frame) + y_offset;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            group_sync_lds(group);
-            conv_lds_put<4>(work, c[0] + 4 * half);
-            group_sync_lds(group);
-            if (!fast) {
-                if (has_tile) conv_lds_store_any(a, p, 0, p.oy0 + 8 * half, own, work);
-                continue;
-            }
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                if (2 * (4 * half + i) >= rows) continue;
-                float v[8], r[8];
-                conv_lds_vector(work, own / 8 + 16 * i, vector, v);
-#pragma unroll
-                for (int e = 0; e < 8; e++) v[e] = v[e] * a.y_scale + bias[e];
-                if (has_residual) {
-                    decode_vector<ROCQ_F16>(residual[4 * half + i], 0, r);
-                    decode_vector<ROCQ_F16>(residual[4 * half + i], 1, r + 4);
-#pragma unroll
-                    for (int e = 0; e < 8; e++) v[e] += r[e];
-                }
-#pragma unroll
-                for (int e = 0; e < 8; e++) v[e] = v[e] <= least ? least : v[e]; // NaN stays
-                gstore((u32x4 *)(to + 2 * (4 * half + i) * a.y.stride[1]), conv_halves(v));
-            }
-        }
+        if (group < n_groups - 1) turn_pass(group + 1);
+        else if (round + 1 < rounds) turn_pass(0);
+        conv_lds_finish(a, p, has_tile, sums, (float *)patch, store);
         copies_wait<0>();
         lds_written();
         group_sync_lds(group);
@@ -10227,8 +10323,11 @@ DEV void conv_lds_64_run(const rocq_k_conv_args &a) {
         p = next;
     }
 }
-KERNEL_WAVES(conv_lds_64, rocq_k_conv_args, 128 * ROCQ_K_CONV_LDS_GROUPS, ROCQ_K_CONV_LDS_GROUPS) {
-    if constexpr (WMMA_TILES) conv_lds_64_run(a);
+KERNEL_AHEAD(conv_lds_64, rocq_k_conv_args, 128 * ROCQ_K_CONV_LDS_GROUPS, ROCQ_K_CONV_LDS_GROUPS) {
+    if constexpr (WMMA_TILES) conv_lds_small<64>(a);
+}
+KERNEL_AHEAD(conv_lds_16, rocq_k_conv_args, 128 * ROCQ_K_CONV_LDS_GROUPS, ROCQ_K_CONV_LDS_GROUPS) {
+    if constexpr (WMMA_TILES) conv_lds_small<16>(a);
 }
 
 // conv_lds_128: tiles of 128 channels, 64 for each of two groups of four waves, by 8 columns and
@@ -10334,13 +10433,13 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
             if (left >= 4) {
 #pragma unroll
                 for (int s = 0; s < 4; s++) {
-                    wmma_lds(c[0], own_w + 2 * s * W_CHUNK, W_CHUNK / 8, z + 2 * s * CHUNK,
+                    wmma_lds(c[0], own_w + 2 * s * W_CHUNK, W_CHUNK / 8, 8, z + 2 * s * CHUNK,
                              CHUNK / 8, a.patch_w);
                 }
             } else {
 #pragma unroll 1
                 for (int s = 0; s < left; s++) {
-                    wmma_lds(c[0], own_w + 2 * s * W_CHUNK, W_CHUNK / 8, z + 2 * s * CHUNK,
+                    wmma_lds(c[0], own_w + 2 * s * W_CHUNK, W_CHUNK / 8, 8, z + 2 * s * CHUNK,
                              CHUNK / 8, a.patch_w);
                 }
             }

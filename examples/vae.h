@@ -1028,7 +1028,6 @@ static rocq_result vae__run_job(vae_model *m, vae_net *net, vae_request *job) {
     }
     m->recorded = m->mode != VAE__RUN_NOW;
     m->mode = VAE__RUN_NOW;
-    VAE__TRY(rocq_sync(m->ctx));
     if (m->finite) return ROCQ_OK;
     VAE__TRY(vae__widen(m));
     return vae__run_job(m, net, job);

@@ -949,6 +949,20 @@ typedef struct vae__bytes { // of the host, for as long as a copy takes
     size_t size;
 } vae__bytes;
 
+// to[c i] = from[i] scale + shift. Returns whether all n numbers are finite.
+static bool vae__spread(float *to, int64_t c, const float *from, int64_t n, float scale,
+                        float shift) {
+    uint32_t most = 0; // bits of the largest magnitude; infinity and NaN have larger ones yet
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &from[i], sizeof bits);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+        to[c * i] = from[i] * scale + shift;
+    }
+    return most < 0x7f800000;
+}
+
 // Uploads pictures or frames `first` to first + n - 1 as the network reads them: channels
 // innermost, and for a decoder as z = latent / scale + shift (TAESD's: latent / 3, whose tanh the
 // device takes), for an encoder from -1 to 1.
@@ -963,21 +977,21 @@ static rocq_result vae__upload(vae_model *m, const rocq_tensor *t, int64_t first
     float *to = (float *)b.data;
     for (int64_t p = 0; p < n; p++) {
         for (int64_t k = 0; k < c; k++) {
+            float *plane = to + k + c * w * h * p;
+            if (m->net == &m->decoder) {
+                const int64_t frame = (first + p) % frames, item = (first + p) / frames;
+                finite &= vae__spread(plane, c,
+                                      job->latents + w * h * (frame + frames * (k + c * item)),
+                                      w * h, m->tanh_latents ? 1.0f / 3 : m->z_std[k],
+                                      m->tanh_latents ? 0 : m->z_mean[k]);
+                continue;
+            }
             for (int64_t i = 0; i < w * h; i++) {
-                float *at = &to[k + c * (i + w * h * p)];
-                if (m->net == &m->decoder) {
-                    const int64_t frame = (first + p) % frames, item = (first + p) / frames;
-                    const float latent =
-                        job->latents[i + w * h * (frame + frames * (k + c * item))];
-                    finite &= latent - latent == 0;
-                    *at = m->tanh_latents ? latent / 3 : latent * m->z_std[k] + m->z_mean[k];
-                } else {
-                    const int64_t from = k + c * (i + w * h * (first + p));
-                    const float v = job->from_pixels ? (float)job->from_pixels[from] / 255
-                                                     : job->from_values[from];
-                    finite &= v - v == 0;
-                    *at = (v - m->pixel_bias) / m->pixel_scale;
-                }
+                const int64_t from = k + c * (i + w * h * (first + p));
+                const float v = job->from_pixels ? (float)job->from_pixels[from] / 255
+                                                 : job->from_values[from];
+                finite &= v - v == 0;
+                plane[c * i] = (v - m->pixel_bias) / m->pixel_scale;
             }
         }
     }
@@ -1084,7 +1098,8 @@ static rocq_result vae__download(vae_model *m, const rocq_tensor *t, const vae__
     return vae__fetch(m, t, job->values, 3 * (int64_t)sizeof(float), o, first);
 }
 
-// Whether statistics are finite.
+// Whether statistics are those of finite values. Positions have only 1 / sqrt(mean of the squares),
+// which is 0 for an infinity.
 static rocq_result vae__look(vae_model *m, const rocq_tensor *stats) {
     float *values;
     const int64_t n = rocq_tensor_count(stats), size = n * (int64_t)sizeof *values;
@@ -1092,7 +1107,10 @@ static rocq_result vae__look(vae_model *m, const rocq_tensor *stats) {
     VAE__TRY(vae__flush(m));
     VAE__TRY(vae__allocate(m, &values, (size_t)size));
     const rocq_result result = rocq_download(m->ctx, values, stats, size);
-    for (int64_t i = 0; i < n; i++) m->finite &= values[i] - values[i] == 0;
+    for (int64_t i = 0; i < n; i++) {
+        const float v = stats->ne[0] == 1 ? 1 / values[i] : values[i];
+        m->finite &= v - v == 0;
+    }
     vae__free(m, values, (size_t)size);
     return result;
 }
@@ -1125,13 +1143,15 @@ static rocq_result vae__emit(vae_model *m, vae__value *v, const vae__span *o) {
         checked |= m->net->convs[i].norm == VAE__GROUP_NORM;
     }
     if (checked) return vae__deliver(m, &t, o);
-    VAE__TRY(vae__take(m, 0, ROCQ_F32, 2, 1, t.ne[3], 1, &stats));
-    // Rows of 192 elements are read by vectors, those of 3 channels one by one.
+    // By positions, of which each takes a wave: so many neighbours are taken for one.
     const int64_t run = t.ne[0] * t.ne[1] * t.ne[2];
-    if (rocq_tensor_contiguous(&t) && run % 192 == 0) {
-        const int64_t ne[4] = {192, run / 192, 1, t.ne[3]};
+    int64_t row = t.ne[0];
+    if (rocq_tensor_contiguous(&t)) {
+        while (row < 768 && run % (2 * row) == 0) row *= 2;
+        const int64_t ne[4] = {row, run / row, 1, t.ne[3]};
         VAE__TRY(rocq_tensor_reshape(&flat, &t, 4, ne));
     }
+    VAE__TRY(vae__take(m, 0, ROCQ_F32, 1, flat.ne[1], flat.ne[2], flat.ne[3], &stats));
     const rocq_norm_stats_params norm = {.stats = &stats, .x = &flat};
     VAE__RUN(m, norm_stats, &norm);
     VAE__TRY(vae__deliver(m, &t, o));

@@ -1815,6 +1815,55 @@ static void test_conv_whole_sums(void **state) {
     random_state = state_before;
 }
 
+// Weights are copied before the launch ahead has ended where that is known not to write them:
+// behind a conv_lds kernel with another y, and behind no other launch.
+static void check_conv_ahead(void) {
+    enum { C = 16, N = 8, K = 9 * C };
+    rocq_buffer memory;
+    rocq_tensor x, y, z, w[2], spread;
+    const int64_t ne[4] = {C, N, N, 1}, w_ne[2] = {K, C}, y_ne[4] = {C, N, 18, 1};
+    assert_int_equal(rocq_buffer_alloc(gpu, &memory, 1 << 16), ROCQ_OK);
+    assert_int_equal(rocq_tensor_init(&x, &memory, 0, ROCQ_F16, 4, ne), ROCQ_OK);
+    assert_int_equal(rocq_tensor_init(&y, &memory, 4096, ROCQ_F16, 4, ne), ROCQ_OK);
+    assert_int_equal(rocq_tensor_init(&z, &memory, 8192, ROCQ_F16, 4, ne), ROCQ_OK);
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(rocq_tensor_init(&w[i], &memory, 16384 + i * 8192, ROCQ_F16, 2, w_ne),
+                         ROCQ_OK);
+    }
+    assert_int_equal(rocq_tensor_init(&spread, &memory, 16384, ROCQ_F16, 4, y_ne), ROCQ_OK); // w[0]
+    uint8_t zeros[1 << 13] = {0};
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(rocq_upload(gpu, &w[i], zeros, rocq_tensor_size(&w[i])), ROCQ_OK);
+    }
+    assert_int_equal(rocq_upload(gpu, &x, zeros, rocq_tensor_size(&x)), ROCQ_OK);
+    rocq_tensor tall = x; // 18 rows, of which x is the first 8 and y and z the others
+    tall.ne[2] = 18;
+    assert_int_equal(rocq_upload(gpu, &tall, zeros, rocq_tensor_size(&tall)), ROCQ_OK);
+    const rocq_conv_params to_y = {.y = &y, .w = &w[0], .x = &x, .kw = 3, .kh = 3};
+    const rocq_conv_params to_z = {.y = &z, .w = &w[1], .x = &y, .kw = 3, .kh = 3};
+    const rocq_conv_params to_w = {.y = &spread, .w = &w[1], .x = &tall, .kw = 3, .kh = 3};
+    const rocq_scale_params scale = {.y = &w[0], .x = &w[0], .scale = 2};
+    const struct {
+        const rocq_conv_params *conv; // or scale
+        bool ahead;
+    } steps[] = {{NULL, false}, {&to_y, false}, {&to_z, true}, {&to_y, true}, {NULL, false},
+                 {&to_y, false}, {&to_w, true}, {&to_y, false}, {&to_w, true}, {&to_z, true}};
+    for (size_t i = 0; i < sizeof steps / sizeof steps[0]; i++) {
+        int64_t scratch;
+        if (!steps[i].conv) {
+            assert_int_equal(rocq_scale(gpu, &scale), ROCQ_OK);
+            continue;
+        }
+        if (rocq_conv(gpu, steps[i].conv) != ROCQ_OK) fail_msg("%s", rocq_error(gpu));
+        assert_int_equal(gpu->gpu->conv_ahead, steps[i].ahead);
+        assert_int_equal(rocq_plan_begin(gpu, &scratch), ROCQ_OK); // plans launch nothing
+        assert_int_equal(rocq_conv(gpu, &to_w), ROCQ_OK);
+        rocq_plan_end(gpu);
+    }
+    assert_int_equal(rocq_sync(gpu), ROCQ_OK);
+    rocq_buffer_free(gpu, &memory);
+}
+
 // The kernels named conv_lds: whole and ragged tiles, several a block, frames, splits, channels by
 // eight and one by one, and shapes that they leave to the others. The stand-in has them, although
 // its chip does not take them.
@@ -1844,6 +1893,7 @@ static void test_conv_lds(void **state) {
         {.c = 40, .m = 48, .w_x = 13, .h_x = 25, .upsample = 2, .t_x = 2, .t_y = 2,
          .activation = ROCQ_ACT_RELU},
         {.c = 32, .m = 8, .w_x = 24, .h_x = 16, .bias = true, .in_place = true},
+        {.c = 40, .m = 16, .w_x = 21, .h_x = 35, .has_residual = true, .activation = ROCQ_ACT_GELU},
         {.c = 16, .m = 64, .w_x = 30, .h_x = 50, .t_x = 3, .t_y = 3, .has_residual = true,
          .x_scale = 0.125f},
         {.c = 64, .m = 56, .w_x = 25, .h_x = 33, .pad_x = 2, .pad_y = -1, .w_y = 21, .h_y = 20},
@@ -1861,7 +1911,8 @@ static void test_conv_lds(void **state) {
         test_conv_options(state);
     }
     gpu->gpu->chip.lds_tiles = true;
-    const int64_t launches[2] = {gpu->gpu->launches[ROCQ_K_conv_lds_64],
+    const int64_t launches[3] = {gpu->gpu->launches[ROCQ_K_conv_lds_64],
+                                 gpu->gpu->launches[ROCQ_K_conv_lds_16],
                                  gpu->gpu->launches[ROCQ_K_conv_lds_128]};
     for (int round = 0; round < 3; round++) {
         gpu->gpu->chip.n_units = round == 0 ? 1 : round == 1 ? 3 : 100;
@@ -1882,17 +1933,19 @@ static void test_conv_lds(void **state) {
             s.x = s.w = s.y = s.residual = ROCQ_F16;
             s.layout = (round + i) % 3 == 2 ? BOX_PERMUTED : BOX_PLAIN;
             check_conv(&s);
-            if (i != 3 && round != 1) continue;
+            if (i != 4 && round != 1) continue;
             s.norm = NORM_WEIGHTED;
             s.x_activation = ROCQ_ACT_SILU;
             check_conv(&s);
         }
     }
-    gpu->gpu->chip.lds_tiles = first;
     gpu->gpu->chip.n_units = n_units;
+    check_conv_ahead();
+    gpu->gpu->chip.lds_tiles = first;
     random_state = state_before;
     assert_true(gpu->gpu->launches[ROCQ_K_conv_lds_64] > launches[0]);
-    assert_true(gpu->gpu->launches[ROCQ_K_conv_lds_128] > launches[1]);
+    assert_true(gpu->gpu->launches[ROCQ_K_conv_lds_16] > launches[1]);
+    assert_true(gpu->gpu->launches[ROCQ_K_conv_lds_128] > launches[2]);
 }
 
 // x beyond F16's range, which x_scale brings back into it.

@@ -850,6 +850,7 @@ struct simt_registered : simt_kernel {
     template <int> static void rocq_k_##name([[maybe_unused]] const args &a)
 #endif
 #define KERNEL_WAVES(name, args, threads, waves) KERNEL(name, args, threads)
+#define KERNEL_AHEAD KERNEL_WAVES
 #define LDS(type, name, n)                                                                        \
     static simt_lds_site simt_site_##name = {#name, __LINE__, 0, 0, false};                       \
     [[maybe_unused]] type(&name)[n] = *(type(*)[n])simt_lds(&simt_site_##name, sizeof(type[n]))
@@ -885,6 +886,10 @@ DEV int target_id() { return 0; }
 DEV void block_sync(SIMT_LINE) { simt_stop(simt_op(SIMT_AT_BARRIER, line), nullptr); }
 DEV void block_sync_lds(SIMT_LINE) { simt_stop(simt_op(SIMT_AT_BARRIER_LDS, line), nullptr); }
 DEV void group_sync_lds(int, SIMT_LINE) { block_sync_lds(line); } // of more waves than on a GPU
+DEV void turn_take(int) {} // only for speed
+DEV void turn_pass(int) {}
+DEV void launch_begin() {}
+DEV void launch_next() {}
 DEV void wave_sync(SIMT_LINE) { simt_stop(simt_op(SIMT_AT_SYNC, line), nullptr); }
 DEV void fence_device() {}
 DEV uint32_t atomic_inc(uint32_t *p, SIMT_LINE) {
@@ -1117,7 +1122,7 @@ struct simt_product {
     void (*compute)(const simt_product &);
     void *c;
     const f16 *a, *b;
-    int by[3], line;
+    int by[4], line;
     uint32_t batch;
 };
 struct simt_copy {
@@ -1153,13 +1158,14 @@ template <int LEFT = 0> DEV void wmma_lds_wait() {
 }
 // The lanes of a wave share the checks of what it reads; then each computes without them.
 template <int N>
-SIMT_UNCHECKED inline void simt_chunks(frag_c (&c)[N], const f16 *a, int a_chunk, const f16 *b,
-                                       int b_chunk, int b_eight) {
+SIMT_UNCHECKED inline void simt_chunks(frag_c (&c)[N], const f16 *a, int a_chunk, int a_eight,
+                                       const f16 *b, int b_chunk, int b_eight) {
     const int first = (int)(thread_index() / 32 % 4) * 16;
     for (int r = 0; r < 16; r++) {
         float x[8];
         for (int v = 0; v < 8; v++) {
-            x[v] = (float)a[8 * (r / 8 * a_chunk + first + frag_row(v)) + r % 8];
+            const int row = first + frag_row(v);
+            x[v] = (float)a[8 * (r / 8 * a_chunk + row / 8 * a_eight + row % 8) + r % 8];
         }
         for (int j = 0; j < N; j++) {
             const int col = 16 * j + frag_col(0);
@@ -1169,9 +1175,10 @@ SIMT_UNCHECKED inline void simt_chunks(frag_c (&c)[N], const f16 *a, int a_chunk
     }
 }
 template <int N> DEV void simt_chunks_check(const simt_product &p) {
-    const int a_chunk = p.by[0], b_chunk = p.by[1], b_eight = p.by[2];
+    const int a_chunk = p.by[0], a_eight = p.by[1], b_chunk = p.by[2], b_eight = p.by[3];
     for (int i = (int)(thread_index() & 31); i < 128; i += 32) { // vectors of a
-        lget((const u32x4 *)p.a + i / 64 * a_chunk + i % 64, p.line);
+        const int row = i % 64;
+        lget((const u32x4 *)p.a + i / 64 * a_chunk + row / 8 * a_eight + row % 8, p.line);
     }
     for (int i = (int)(thread_index() & 31); i < 32 * N; i += 32) { // and of b
         const int col = i % (16 * N);
@@ -1179,15 +1186,15 @@ template <int N> DEV void simt_chunks_check(const simt_product &p) {
     }
 }
 template <int N>
-DEV void wmma_lds(frag_c (&c)[N], const f16 *a, int a_chunk, const f16 *b, int b_chunk,
-                  int b_eight, SIMT_LINE) {
+DEV void wmma_lds(frag_c (&c)[N], const f16 *a, int a_chunk, int a_eight, const f16 *b,
+                  int b_chunk, int b_eight, SIMT_LINE) {
     simt_pending &own = simt_own_pending();
     own.products.push_back({[](const simt_product &p) {
                                 simt_chunks_check<N>(p);
-                                simt_chunks(*(frag_c(*)[N])p.c, p.a, p.by[0], p.b, p.by[1],
-                                            p.by[2]);
+                                simt_chunks(*(frag_c(*)[N])p.c, p.a, p.by[0], p.by[1], p.b,
+                                            p.by[2], p.by[3]);
                             },
-                            &c, a, b, {a_chunk, b_chunk, b_eight}, line, own.batch});
+                            &c, a, b, {a_chunk, a_eight, b_chunk, b_eight}, line, own.batch});
     simt_chunks_check<N>(own.products.back());
 }
 DEV int simt_tile_at(bool turned, int row, int r) {
@@ -1225,7 +1232,7 @@ DEV void wmma_tile(frag_c (&c)[N], const f16 *a, const f16 *b, int s, SIMT_LINE)
                                 simt_tile<A_TURNED, B_TURNED>(*(frag_c(*)[N])p.c, p.a, p.b,
                                                               p.by[0]);
                             },
-                            &c, a, b, {s, 0, 0}, line, own.batch});
+                            &c, a, b, {s, 0, 0, 0}, line, own.batch});
     simt_tiles_check<A_TURNED, B_TURNED, N>(own.products.back());
 }
 DEV void simt_copy_begins(u32x4 *to, const u32x4 &value, int line) {
