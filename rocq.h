@@ -8066,7 +8066,7 @@ static rocq_result rocq__load_cpu(rocq__loading *load, const rocq__source *sourc
 static rocq_result rocq__entry_init(rocq_ctx *ctx, const char *op, const rocq_gguf *file,
                                     const rocq_gguf_tensor *found, bool copy, bool interleave,
                                     rocq__entry *entry) {
-    interleave = interleave && ctx->has_avx512 && found->n_dims == 2 &&
+    interleave = interleave && !rocq__on_gpu(ctx) && ctx->has_avx512 && found->n_dims == 2 &&
                  found->ne[1] % ROCQ__SIDE_BY_SIDE == 0 && rocq__interleaves(found->format);
     const rocq__label name = rocq__label_of(found->name.data, found->name.length);
     memset(entry, 0, sizeof *entry);

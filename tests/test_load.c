@@ -404,6 +404,20 @@ static void matrices_are_interleaved(void **state) {
     model_add(&m, ROCQ_Q4_0, 512, 2064);
     model_add(&m, ROCQ_Q8_0, 32, 1); // a vector
     model_finish(&m, 32);
+    rocq_ctx *gpu = open_ctx(ROCQ_BACKEND_GPU, 1, 0); // there it changes nothing
+    for (int from = 0; from < N_SOURCES; from++) {
+        rocq_gguf *file = open_model(gpu, &m, (source)from);
+        rocq_buffer buffer;
+        const rocq_gguf_load_desc desc = {.interleave = true};
+        assert_ok(load(gpu, file, &desc, NULL, tensors, m.n, &buffer));
+        check_all(gpu, &m, tensors);
+        for (int32_t k = 0; k < m.n; k++) {
+            assert_int_not_equal(tensors[k].layout, ROCQ_LAYOUT_INTERLEAVED);
+        }
+        assert_ok(rocq_buffer_free(gpu, &buffer));
+        rocq_gguf_close(&file);
+    }
+    rocq_close(&gpu);
     for (int i = 0; i < 2 * N_SOURCES * 3; i++) {
         const source from = (source)(i / 2 % N_SOURCES);
         rocq_ctx *ctx = open_ctx(ROCQ_BACKEND_CPU, 1 + i % 2 * 2, 0);
