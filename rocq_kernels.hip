@@ -11657,119 +11657,20 @@ DEV void back_put(u32x4 *to, const back_share<CHUNKS, THREADS> &share) {
     }
 }
 
-// Stores element v of each fragment of a gradient, in a row of `to`.
-template <int FRAGS>
-DEV void back_store(const rocq_k_tensor &to, char *row, int head_dim, const frag_c (&sum)[FRAGS],
-                    int v, float scale) {
-#pragma unroll
-    for (int f = 0; f < FRAGS; f++) {
-        const int e = 16 * f + frag_col(v);
-        if (e < head_dim) put_float(to.format, row, e, sum[f].v[v] * scale);
-    }
-}
-
 template <typename F> DEV void back_clear(F &c) {
 #pragma unroll
     for (int v = 0; v < 8; v++) c.v[v] = 0.0f;
 }
 
-// LDS of attend_back_kv behind its tile. The waves of a pair exchange P, times its slope, through
-// the pair's part of `weights`; the rest is of the 16 columns of a tile.
-struct back_kv_lds {
-    u32x2 *weights;    // of the lane
-    float *lse, *delta;
-    int *positions;    // of queries
-};
-// P of the wave's positions from S, fragment by fragment, in place. hides: whether some position is
-// hidden from some of the tile's queries. first: the wave's first position.
-template <int KEY_FRAGS>
-DEV void back_kv_weigh(frag_c (&s)[KEY_FRAGS], const back_score &score, const back_kv_lds &lds,
-                       bool hides, int first, int window) {
-#pragma unroll
-    for (int key = 0; key < KEY_FRAGS; key++) {
-        frag_c &x = s[key];
-        float p[8];
-        back_cap(score, x);
-#pragma unroll
-        for (int v = 0; v < 8; v++) {
-            p[v] = exp2_fast(fmaf(x.v[v], score.factor, -lget(lds.lse + frag_row(v))));
-        }
-        if (hides) {
-            const int j = first + 16 * key;
-#pragma unroll
-            for (int v = 0; v < 8; v++) {
-                const int back = lget(lds.positions + frag_row(v)) - j - frag_col(v);
-                if (back < 0 || back >= window) p[v] = 0.0f;
-            }
-        }
-        const frag_c bare = {{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}};
-        back_bend(score, p, x);
-        x = bare;
-        lput(lds.weights + 64 * key, make2(attend_pair(p[0], p[1]), attend_pair(p[2], p[3])));
-        lput(lds.weights + 64 * key + 32, make2(attend_pair(p[4], p[5]), attend_pair(p[6], p[7])));
-    }
-}
-// dS = P (dP - delta), with the P that the pair's other wave has left in LDS. In place of dP.
-DEV void back_kv_slope(frag_c &x, const back_kv_lds &lds, int key) {
-    const u32x2 lo = lget(lds.weights + 64 * key), hi = lget(lds.weights + 64 * key + 32);
-    const uint32_t w[4] = {lo.x, lo.y, hi.x, hi.y};
-#pragma unroll
-    for (int v = 0; v < 8; v++) {
-        const float p = f16_f32((uint16_t)(w[v / 2] >> 16 * (v % 2)));
-        x.v[v] = p * (x.v[v] - lget(lds.delta + frag_row(v)));
-    }
-}
-// S or dP: the tile's images of Q or dO times what the wave has of its positions, K or V.
-template <int KEY_FRAGS, int FRAGS>
-DEV void back_kv_multiply(frag_c (&s)[KEY_FRAGS], const f16 *images,
-                          const frag (&mine)[KEY_FRAGS][FRAGS]) {
-#pragma unroll
-    for (int key = 0; key < KEY_FRAGS; key++) back_clear(s[key]);
-#pragma unroll
-    for (int f = 0; f < FRAGS; f++) {
-        if (f % 2 == 0) keep_order();
-        const frag x = frag_load_lane(images + 256 * f, 128);
-#pragma unroll
-        for (int key = 0; key < KEY_FRAGS; key++) wmma(s[key], x, mine[key][f]);
-    }
-}
-// Stores dV (role 0) or dK of the wave's positions, which are from `first` on.
-template <int KEY_FRAGS, int FRAGS>
-DEV void back_kv_store(const rocq_k_attention_backward_args &a0, int role, int head_seq, int first,
-                       const frag_c (&sum)[KEY_FRAGS][FRAGS]) {
-    const rocq_k_attention_backward_args &a = reread(a0);
-    const rocq_k_tensor &to = role == 0 ? a.dv : a.dk;
-    const float scale = role == 0 ? 1.0f : a.scale;
-    const int kv_head = head_seq % a.n_kv_heads, seq = head_seq / a.n_kv_heads;
-#pragma unroll
-    for (int key = 0; key < KEY_FRAGS; key++) {
-#pragma unroll
-        for (int v = 0; v < 8; v++) {
-            const int j = first + 16 * key + frag_row(v);
-            if (j >= a.n_kv) continue;
-            back_store(to, row_of(to, kv_head, j, seq), a.head_dim, sum[key], v, scale);
-        }
-    }
-}
-// The columns whose queries see any of the block's positions, which are from n0 on.
-struct back_range { int begin, end; };
-DEV back_range back_kv_columns(const rocq_k_attention_backward_args &a, int n0) {
-    const int64_t shift = a.n_kv - a.n_q, n_q = a.n_q;
-    const int64_t low = a.causal ? min(max(n0 - shift, (int64_t)0), n_q) : 0;
-    const int64_t past = (int64_t)n0 + ROCQ_K_BACK_BLOCK - 1 + a.window - shift;
-    const int64_t high = a.window > 0 ? max(min(past, n_q), (int64_t)0) : n_q;
-    return {(int)low * a.group / 16 * 16, (int)high * a.group}; // from whole tiles on
-}
-
 template <int D>
 DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block, u32x4 *tile) {
     typedef back_shape<D> S;
-    u32x2 *const shared = (u32x2 *)(tile + S::KV_CHUNKS);
-    float *const lse = (float *)(shared + S::PAIRS * S::KEY_FRAGS * 64);
+    u32x2 *const shared = (u32x2 *)(tile + S::KV_CHUNKS); // P cap' of each fragment
+    float *const lse = (float *)(shared + S::PAIRS * S::KEY_FRAGS * 64), *const delta = lse + 16;
+    int *const at = (int *)(delta + 16); // positions of queries
     // A wave of role 0 has K, P and dV, one of role 1 V, dS and dK of the same positions.
     const int wave = wave_read(wave_index(), 0), role = wave & 1, own = wave / 2 * S::KEY_FRAGS;
-    const back_kv_lds lds = {shared + own * 64 + lane_index(), lse, lse + 16, (int *)(lse + 32)};
-    const int thread = (int)thread_index();
+    const int lane = lane_index(), thread = (int)thread_index();
     const uint32_t heads = (uint32_t)(a.n_kv_heads * a.n_seqs);
     const int head_seq = (int)(block % heads), n0 = (int)(block / heads) * ROCQ_K_BACK_BLOCK;
     const int first = n0 + 16 * own, last = first + 16 * S::KEY_FRAGS - 1; // of the wave
@@ -11780,8 +11681,13 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
     const back_score score = back_score_of(a);
     const int window = a.window > 0 ? a.window : INT32_MAX;
 
-    const back_range seen = back_kv_columns(a, n0);
-    const int begin = seen.begin, end = seen.end;
+    // The columns whose queries see any of the block's positions, from whole tiles on.
+    const int64_t shift = a.n_kv - a.n_q, n_q = a.n_q;
+    const int64_t low = a.causal ? min(max(n0 - shift, (int64_t)0), n_q) : 0;
+    const int64_t past = (int64_t)n0 + ROCQ_K_BACK_BLOCK - 1 + a.window - shift;
+    const int64_t high = a.window > 0 ? max(min(past, n_q), (int64_t)0) : n_q;
+    const int begin = (int)low * a.group / 16 * 16, end = (int)high * a.group;
+
     frag mine[S::KEY_FRAGS][S::FRAGS]; // K or V
     frag_c sum[S::KEY_FRAGS][S::FRAGS]; // dV or dK
 #pragma unroll
@@ -11793,6 +11699,7 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
     back_share<S::KV_CHUNKS, S::THREADS> share;
     u32x4 side = make4(0, 0, 0, 0);
     const f16 *const images = (const f16 *)tile + role * S::IMAGE + frag_lane(128, 64);
+    u32x2 *const weights = shared + own * 64 + lane;
     if (begin < end) {
         back_fetch(share, columns + begin / 16 * (S::IMAGE / 2));
         if (thread < 16) side = gload(sides + begin + thread);
@@ -11801,9 +11708,9 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         block_sync_lds();
         back_put(tile, share);
         if (thread < 16) {
-            lput(lds.lse + thread, bits<float>(side.x));
-            lput(lds.delta + thread, bits<float>(side.y));
-            lput(lds.positions + thread, (int)side.z);
+            lput(lse + thread, bits<float>(side.x));
+            lput(delta + thread, bits<float>(side.y));
+            lput(at + thread, (int)side.z);
         }
         block_sync_lds();
         const int next = c + 16;
@@ -11811,21 +11718,62 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
             back_fetch(share, columns + next / 16 * (S::IMAGE / 2));
             if (thread < 16) side = gload(sides + next + thread);
         }
-        const int p_first = wave_read(lget(lds.positions), 0),
-                  p_last = wave_read(lget(lds.positions + 15), 0);
+        const int p_first = wave_read(lget(at), 0), p_last = wave_read(lget(at + 15), 0);
         const bool live = !a.causal || (first <= p_last && p_first - last < window);
         const bool hides = a.causal && (last > p_first || p_last - first >= window);
         frag_c s[S::KEY_FRAGS]; // S or dP, then P or dS
         if (live) {
-            back_kv_multiply(s, images, mine);
-            if (role == 0) back_kv_weigh(s, score, lds, hides, first, window);
+#pragma unroll
+            for (int key = 0; key < S::KEY_FRAGS; key++) back_clear(s[key]);
+#pragma unroll
+            for (int f = 0; f < S::FRAGS; f++) {
+                if (f % 2 == 0) keep_order();
+                const frag x = frag_load_lane(images + 256 * f, 128);
+#pragma unroll
+                for (int key = 0; key < S::KEY_FRAGS; key++) wmma(s[key], x, mine[key][f]);
+            }
+        }
+        if (live && role == 0) {
+#pragma unroll
+            for (int key = 0; key < S::KEY_FRAGS; key++) {
+                frag_c &x = s[key];
+                float p[8];
+                back_cap(score, x);
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    p[v] = exp2_fast(fmaf(x.v[v], score.factor, -lget(lse + frag_row(v))));
+                }
+                if (hides) {
+                    const int j = first + 16 * key;
+#pragma unroll
+                    for (int v = 0; v < 8; v++) {
+                        const int back = lget(at + frag_row(v)) - j - frag_col(v);
+                        if (back < 0 || back >= window) p[v] = 0.0f;
+                    }
+                }
+                const frag_c bare = {{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}};
+                back_bend(score, p, x);
+                x = bare;
+                lput(weights + 64 * key,
+                     make2(attend_pair(p[0], p[1]), attend_pair(p[2], p[3])));
+                lput(weights + 64 * key + 32,
+                     make2(attend_pair(p[4], p[5]), attend_pair(p[6], p[7])));
+            }
         }
         block_sync_lds();
         if (!live) continue;
         frag operand[S::KEY_FRAGS];
 #pragma unroll
         for (int key = 0; key < S::KEY_FRAGS; key++) {
-            if (role == 1) back_kv_slope(s[key], lds, key);
+            if (role == 1) {
+                const u32x2 lo = lget(weights + 64 * key), hi = lget(weights + 64 * key + 32);
+                const uint32_t w[4] = {lo.x, lo.y, hi.x, hi.y};
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    const float p = f16_f32((uint16_t)(w[v / 2] >> 16 * (v % 2)));
+                    s[key].v[v] = p * (s[key].v[v] - lget(delta + frag_row(v)));
+                }
+            }
             operand[key] = frag_from_c(s[key]);
         }
 #pragma unroll
@@ -11837,53 +11785,23 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         }
     }
 
-    back_kv_store(a, role, head_seq, first, sum);
-}
-
-// Of each column of a lane: what the forward has left of it, and the positions that it sees.
-struct back_q_sides {
-    float lse[FRAG_SLOTS], delta[FRAG_SLOTS];
-    int low[FRAG_SLOTS], high[FRAG_SLOTS];
-};
-// Adds a tile of positions, from `first` on, to the sums of dQ. k: images of K, V and K^T, at the
-// lane's part. dout is in registers, or its image in LDS (DOUT_IN_LDS) at dout_lane.
-template <int D, int DOUTS>
-DEV void back_q_tile(frag_c (&sum)[back_shape<D>::FRAGS], const f16 *k,
-                     const frag (&q)[back_shape<D>::FRAGS], const frag (&dout)[DOUTS],
-                     const f16 *dout_lane, const back_score &score, const back_q_sides &sides,
-                     int first, bool hides) {
-    typedef back_shape<D> S;
-    frag_c s, ds;
-    back_clear(s);
-    back_clear(ds);
+    const rocq_k_attention_backward_args &b = reread(a);
+    const rocq_k_tensor &to = role == 0 ? b.dv : b.dk;
+    const float scale = role == 0 ? 1.0f : b.scale;
+    const int kv_head = head_seq % b.n_kv_heads, seq = head_seq / b.n_kv_heads;
 #pragma unroll
-    for (int f = 0; f < S::FRAGS; f++) {
-        if (S::DOUT_IN_LDS || f % 2 == 0) keep_order();
-        wmma(s, frag_load_lane(k + 256 * f, 128), q[f]);
-    }
-    float weight[8];
-    back_cap(score, s);
+    for (int key = 0; key < S::KEY_FRAGS; key++) {
 #pragma unroll
-    for (int v = 0; v < 8; v++) {
-        const int slot = frag_slot(v), p = first + frag_row(v);
-        weight[v] = exp2_fast(fmaf(s.v[v], score.factor, -sides.lse[slot]));
-        if (hides && (p < sides.low[slot] || p >= sides.high[slot])) weight[v] = 0.0f;
-    }
-    back_bend(score, weight, s);
+        for (int v = 0; v < 8; v++) {
+            const int j = first + 16 * key + frag_row(v);
+            if (j >= b.n_kv) continue;
+            char *const row = row_of(to, kv_head, j, seq);
 #pragma unroll
-    for (int f = 0; f < S::FRAGS; f++) {
-        if (S::DOUT_IN_LDS || f % 2 == 0) keep_order();
-        const frag x = frag_load_lane(k + S::IMAGE + 256 * f, 128);
-        if (S::DOUT_IN_LDS) wmma(ds, x, frag_load_lane(dout_lane + 256 * f, 128));
-        else wmma(ds, x, dout[S::DOUT_IN_LDS ? 0 : f]);
-    }
-#pragma unroll
-    for (int v = 0; v < 8; v++) ds.v[v] = weight[v] * (ds.v[v] - sides.delta[frag_slot(v)]);
-    const frag operand = frag_from_c(ds);
-#pragma unroll
-    for (int f = 0; f < S::FRAGS; f++) {
-        if (S::DOUT_IN_LDS || f % 2 == 0) keep_order();
-        wmma(sum[f], operand, frag_load_lane(k + 2 * S::IMAGE + 256 * f, 128));
+            for (int f = 0; f < S::FRAGS; f++) {
+                const int e = 16 * f + frag_col(v);
+                if (e < b.head_dim) put_float(to.format, row, e, sum[key][f].v[v] * scale);
+            }
+        }
     }
 }
 
@@ -11901,6 +11819,7 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
                      ((int64_t)head_seq * a.tiles_q + column / 16) * 4 * S::IMAGE;
     const u32x4 *positions = (const u32x4 *)a.positions +
                              (int64_t)head_seq * a.tiles_kv * 3 * (S::IMAGE / 8);
+    const u32x4 *sides = (const u32x4 *)a.sides + (int64_t)head_seq * a.tiles_q * 16;
     const back_score score = back_score_of(a);
 
     // What the queries of the block's first and last columns see bounds what all see.
@@ -11925,15 +11844,15 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
         }
         wave_sync();
     }
-    back_q_sides sides;
+    float lse[FRAG_SLOTS], delta[FRAG_SLOTS];
+    int low[FRAG_SLOTS], high[FRAG_SLOTS];
 #pragma unroll
     for (int i = 0; i < FRAG_SLOTS; i++) {
-        const u32x4 side = gload((const u32x4 *)a.sides + (int64_t)head_seq * a.tiles_q * 16 +
-                                 column + frag_slot_col(i));
-        sides.lse[i] = bits<float>(side.x);
-        sides.delta[i] = bits<float>(side.y);
-        sides.low[i] = a.window > 0 ? (int)side.z - a.window + 1 : 0;
-        sides.high[i] = a.causal ? min((int)side.z + 1, a.n_kv) : a.n_kv;
+        const u32x4 side = gload(sides + column + frag_slot_col(i));
+        lse[i] = bits<float>(side.x);
+        delta[i] = bits<float>(side.y);
+        low[i] = a.window > 0 ? (int)side.z - a.window + 1 : 0;
+        high[i] = a.causal ? min((int)side.z + 1, a.n_kv) : a.n_kv;
     }
     const int wave_low = shift + column / a.group, wave_high = shift + (column + 15) / a.group;
     back_share<S::Q_CHUNKS, S::THREADS> share;
@@ -11955,7 +11874,38 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
                                              (a.window > 0 && first <= wave_high - a.window)));
             const f16 *const k = images + t * 3 * S::IMAGE;
             const f16 *const dout_lane = dout_image + recomputed(frag_lane(128, 64));
-            back_q_tile<D>(sum, k, q, dout, dout_lane, score, sides, first, hides);
+            frag_c s, ds;
+            back_clear(s);
+            back_clear(ds);
+#pragma unroll
+            for (int f = 0; f < S::FRAGS; f++) {
+                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
+                wmma(s, frag_load_lane(k + 256 * f, 128), q[f]);
+            }
+            float weight[8];
+            back_cap(score, s);
+#pragma unroll
+            for (int v = 0; v < 8; v++) {
+                const int slot = frag_slot(v), p = first + frag_row(v);
+                weight[v] = exp2_fast(fmaf(s.v[v], score.factor, -lse[slot]));
+                if (hides && (p < low[slot] || p >= high[slot])) weight[v] = 0.0f;
+            }
+            back_bend(score, weight, s);
+#pragma unroll
+            for (int f = 0; f < S::FRAGS; f++) {
+                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
+                const frag x = frag_load_lane(k + S::IMAGE + 256 * f, 128);
+                if (DOUT_IN_LDS) wmma(ds, x, frag_load_lane(dout_lane + 256 * f, 128));
+                else wmma(ds, x, dout[DOUT_IN_LDS ? 0 : f]);
+            }
+#pragma unroll
+            for (int v = 0; v < 8; v++) ds.v[v] = weight[v] * (ds.v[v] - delta[frag_slot(v)]);
+            const frag operand = frag_from_c(ds);
+#pragma unroll
+            for (int f = 0; f < S::FRAGS; f++) {
+                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
+                wmma(sum[f], operand, frag_load_lane(k + 2 * S::IMAGE + 256 * f, 128));
+            }
         }
     }
 
@@ -11966,7 +11916,11 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
         const int c = column + frag_row(v);
         if (c >= b.n_columns) continue;
         char *const row = row_of(b.dq, kv_head * b.group + c % b.group, c / b.group, seq);
-        back_store(b.dq, row, b.head_dim, sum, v, b.scale);
+#pragma unroll
+        for (int f = 0; f < S::FRAGS; f++) {
+            const int e = 16 * f + frag_col(v);
+            if (e < b.head_dim) put_float(b.dq.format, row, e, sum[f].v[v] * b.scale);
+        }
     }
 }
 
