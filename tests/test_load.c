@@ -443,8 +443,8 @@ static void matrices_are_interleaved(void **state) {
             assert_result(load(ctx, file, &desc, NULL, tensors, m.n, &buffer), ROCQ_E_IO);
             m.fail_read = -1;
         }
-        for (int64_t at = host.n; at < host.n + 4; at++) {
-            host.fail_at = at;
+        for (int64_t k = 0;; k++) { // the k-th request gets nothing
+            host.fail_at = host.n + k;
             const rocq_result result = load(ctx, file, &desc, NULL, tensors, m.n, &buffer);
             assert_true(result == ROCQ_OK || result == ROCQ_E_MEMORY);
             host.fail_at = -1;
