@@ -53,7 +53,8 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
     rocq_precision precision; // of all products; default AUTO, which differs between CPU and GPU
     int32_t interleave;    // CPU with AVX-512: 1 copies the matrices out of the file, interleaved
                            // (ROCQ_LAYOUT_INTERLEAVED), -1 leaves them in it; default: 1 for
-                           // weights of up to 256 MiB, which multiply faster so and are copied soon
+                           // weights of up to 256 MiB, which multiply faster so and are copied
+                           // soon, where the context has no memory_budget
     // Called while weights are loaded ("loading") and while a prompt is read ("reading"), with how
     // much is done; false = stop, which makes the call fail with ROCQ_E_STATE. NULL = no call.
     bool (*progress)(const char *what, int64_t done, int64_t total, void *user);
@@ -551,15 +552,21 @@ static bool llama__loading(int64_t done, int64_t total, void *user) {
                            load->before + total > all ? load->before + total : all) == ROCQ_OK;
 }
 
+static bool llama__interleaves(const llama_model *m) {
+    rocq_info info;
+    if (m->options.interleave != 0) return m->options.interleave > 0;
+    rocq_get_info(m->ctx, &info);
+    return m->weight_bytes <= LLAMA__SOON_COPIED && info.desc.memory_budget == 0;
+}
+
 static rocq_result llama__load_listed(llama_model *m, const rocq_gguf *file,
                                       llama__list *list) {
     LLAMA__TRY(llama__find_all(m, file, list));
     const int32_t n = llama__experts_last(m, file, list), n_experts = m->n_weights - n;
     llama__load load = {m, 0};
     rocq_gguf_load_desc desc = {
-        .names = list->names, .n_names = n, .progress = llama__loading, .user = &load,
-        .interleave = m->options.interleave > 0 ||
-                      (m->options.interleave == 0 && m->weight_bytes <= LLAMA__SOON_COPIED)};
+        .names = list->names, .n_names = n, .interleave = llama__interleaves(m),
+        .progress = llama__loading, .user = &load};
     rocq_result result = rocq_gguf_load(m->ctx, file, &desc, list->tensors, &m->weights);
     if (result == ROCQ_OK && n_experts > 0) {
         load.before = m->weight_bytes - m->expert_bytes;

@@ -1806,6 +1806,41 @@ static void test_expert_memory(void **state) {
     }
 }
 
+// Interleaved or in the file, the weights give the same logits. They are left in the file where the
+// caller says so, and where there is a budget, which a model in its file does not count against.
+static void test_interleaved(void **state) {
+    enum { N = 24 };
+    static const rocq_format coded[] = {ROCQ_Q4_0, ROCQ_Q8_0, ROCQ_Q5_0, ROCQ_I32};
+    const model_spec s = {"interleaved", "llama", SIZES(64, 2, 2, 32, 96, 304), .formats = coded};
+    float *logits[2] = {floats((int64_t)N * s.n_vocab), floats((int64_t)N * s.n_vocab)};
+    int32_t prompt[N];
+    (void)state;
+    for (int32_t i = 0; i < N; i++) prompt[i] = 5 * i % s.n_vocab;
+    write_model(&s, NULL);
+    for (int i = 0; i < 2; i++) {
+        const llama_options options = {.n_ctx = N, .n_logits = N, .interleave = i ? 1 : -1};
+        ours o;
+        ours_open(&o, model_path(s.name), 2, &options);
+        assert_true(i || o.m.weights.size == 0);
+        ours_eval(&o, prompt, N - 1, logits[i]); // tiles, then a column
+        ours_eval(&o, prompt + N - 1, 1, logits[i] + (int64_t)(N - 1) * s.n_vocab);
+        ours_close(&o);
+    }
+    assert_memory_equal(logits[0], logits[1], (size_t)N * (size_t)s.n_vocab * sizeof(float));
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1, .memory_budget = 1 << 24};
+    const rocq_gguf_desc from = {.path = model_path(s.name)};
+    const llama_options options = {.n_ctx = N};
+    ours o;
+    memset(&o, 0, sizeof o);
+    assert_int_equal(rocq_open(&o.ctx, &desc), ROCQ_OK);
+    assert_int_equal(rocq_gguf_open(o.ctx, &o.file, &from), ROCQ_OK);
+    assert_int_equal(llama_open(&o.m, o.ctx, o.file, &options), ROCQ_OK);
+    assert_int_equal(o.m.weights.size, 0);
+    ours_close(&o);
+    free(logits[0]);
+    free(logits[1]);
+}
+
 // Tokens that a file says are never drawn: greedy runs take the best of the others. Numbers of no
 // token do no harm, and another type is refused.
 static void test_suppressed(void **state) {
@@ -1923,7 +1958,7 @@ int main(int argc, char **argv) {
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32",
                                             "gemma2-F32"};
     static struct CMUnitTest
-        tests[N_SPECS + N_ADAPTED + N_CACHES + 2 * N_BATCHES + 4 + 15 + N_SAVED];
+        tests[N_SPECS + N_ADAPTED + N_CACHES + 2 * N_BATCHES + 4 + 16 + N_SAVED];
     static char names[N_BATCHES][64], slice_names[N_BATCHES][64], forget_names[4][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_SPECS; i++) {
@@ -1961,6 +1996,7 @@ int main(int argc, char **argv) {
     tests[n++] = (struct CMUnitTest){.name = "layers with a window", .test_func = test_windows};
     tests[n++] = (struct CMUnitTest){.name = "mixed layers", .test_func = test_mixed};
     tests[n++] = (struct CMUnitTest){.name = "expert memory", .test_func = test_expert_memory};
+    tests[n++] = (struct CMUnitTest){.name = "interleaved weights", .test_func = test_interleaved};
     tests[n++] = (struct CMUnitTest){.name = "suppressed tokens", .test_func = test_suppressed};
     tests[n++] = (struct CMUnitTest){.name = "contradictions", .test_func = test_contradictions};
     tests[n++] = (struct CMUnitTest){.name = "other families", .test_func = test_unknown};
