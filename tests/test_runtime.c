@@ -747,7 +747,7 @@ static void waves_are_limited_by_lds(void **state) {
             const bool row = i / 2 == 1;
             const int kernel = row ? ROCQ_K_matvec_row_q4_0 : ROCQ_K_matvec_f32_f32_n1;
             const int32_t own = own_lds(row, i % 2 == 1);
-            const int32_t granted = (int32_t)rocq__lds_of(ctx->gpu, kernel);
+            const int32_t granted = (int32_t)rocq__lds_of(ctx->gpu, kernel, 256);
             const rocq_occupancy_params p = {.target = 0x1100, .vgprs = 64, .threads = 256,
                                              .lds_bytes = own + granted};
             assert_true(own <= (row ? ROCQ_K_MATVEC_ROW_LDS : ROCQ_K_MATVEC_LDS));
