@@ -847,7 +847,9 @@ static void foreign_and_crooked_tensors_are_refused(void **state) {
     view.buffer.size += 16;
     assert_int_equal(rocq_cast(ctx, &cast), ROCQ_E_ALIGNMENT);
     view = w;
-    view.layout = (rocq_layout)(ROCQ_LAYOUT_HADAMARD + 1);
+    view.layout = ROCQ_LAYOUT_INTERLEAVED; // the CPU's
+    assert_int_equal(rocq_cast(ctx, &cast), ROCQ_E_UNSUPPORTED);
+    view.layout = (rocq_layout)(ROCQ_LAYOUT_INTERLEAVED + 1);
     assert_int_equal(rocq_cast(ctx, &cast), ROCQ_E_FORMAT);
     view = f;
     view.layout = ROCQ_LAYOUT_PLANAR;
