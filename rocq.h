@@ -398,6 +398,8 @@
               rocq_gguf_upload gives the memory that it takes to the caller, as rocq_gguf_load does.
               New: rocq_tensor_slice, rocq_tensor_heads, rocq_tensor_1d to _3d, rocq_format_name,
               rocq_operand_format, rocq_str_equal; rocq_info.desc.device is the GPU that was taken.
+              ROCQ_LAYOUT_INTERLEAVED and rocq_gguf_load_desc.interleave: weights that the CPU reads
+              from its caches.
               Gone: rocq_arena_init_growing and rocq_arena_free; rocq_pool serves what grows.
               rocq_scratch_size; ops between rocq_plan_begin and rocq_plan_end tell it.
               Pictures: rocq_conv, rocq_conv_weights, rocq_norm_stats, rocq_resize, rocq_pixels.
@@ -2100,7 +2102,8 @@ typedef struct rocq_gguf_load_desc {
     int32_t n_pieces;         // GPU: pieces of pinned memory, 3 to 64; 0 = 7
     bool copy;                // CPU: copy tensors that could be views of the file, too
     bool interleave;          // CPU with AVX-512 and VNNI: copy each matrix that the layout
-                              // ROCQ_LAYOUT_INTERLEAVED is for into that layout
+                              // ROCQ_LAYOUT_INTERLEAVED is for into that layout. The copies count
+                              // against the budget, as views of the file do not
     rocq_memory memory;       // GPU: PINNED takes host memory for the tensors, which ops read
                               // through the bus: for what does not fit the device. It does not
                               // count against the budget, and its address is in
@@ -6760,11 +6763,12 @@ ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *s
 }
 
 // -- ROCQ_LAYOUT_INTERLEAVED --
-// The first blocks of 16 rows lie one behind the other, then the second ones, and so on. Those 16
-// blocks are cut into pieces of four bytes, but for an F16 that four bytes do not divide (d of
-// Q4_0 and Q8_0, which comes first, and of Q6_K, which comes last), and the same piece of all 16
-// rows lies side by side. So what is `at` bytes into a row's block is 16 at bytes into the 16
-// blocks, and 64 bytes are four codes or more of each row, one row in a lane. Of Q4_0:
+// Rows are stored in groups of 16: first block 0 of all 16 rows, then block 1 of all 16, and so on.
+// Within such 16 blocks the bytes are transposed in pieces of four: piece 0 of every row, then piece
+// 1 of every row. So a 64-byte vector is loaded with one piece of each row, a row in each 32-bit
+// lane, without shuffles. A block whose size is no multiple of four has one piece of two bytes, its
+// F16 scale d: the first piece in Q4_0 and Q8_0, the last in Q6_K. The piece that begins `at` bytes
+// into a row's block begins 16 * at bytes into the 16 blocks. Of Q4_0:
 //
 //     bytes  0 .. 31           32 .. 95                                96 .. 159
 //            d of rows 0 .. 15 bytes 2 .. 5 of row 0, of row 1, ... 15  bytes 6 .. 9 of row 0, ...
