@@ -6764,8 +6764,8 @@ ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *s
 
 // -- ROCQ_LAYOUT_INTERLEAVED --
 // Rows are stored in groups of 16: first block 0 of all 16 rows, then block 1 of all 16, and so on.
-// Within such 16 blocks the bytes are transposed in pieces of four: piece 0 of every row, then piece
-// 1 of every row. So a 64-byte vector is loaded with one piece of each row, a row in each 32-bit
+// Within such 16 blocks the bytes are transposed in pieces of four: piece 0 of every row, then
+// piece 1 of every row. So a 64-byte vector is loaded with one piece of each row, a row in each 32-bit
 // lane, without shuffles. A block whose size is no multiple of four has one piece of two bytes, its
 // F16 scale d: the first piece in Q4_0 and Q8_0, the last in Q6_K. The piece that begins `at` bytes
 // into a row's block begins 16 * at bytes into the 16 blocks. Of Q4_0:
@@ -21113,8 +21113,8 @@ static void rocq__job_conv_input(rocq__job *job, const rocq_conv_params *p,
 }
 
 // Launches conv_lds_64 or conv_lds_16. Its blocks begin before the launch ahead of it has ended,
-// and may copy w at once if that launch does not write it. It is known not to if it is such a kernel
-// with another y. Where a graph begins, or behind a copy, all launches ahead have ended.
+// and may copy w at once if that launch does not write it. It is known not to if it is such a
+// kernel with another y. Where a graph begins, or behind a copy, all launches ahead have ended.
 static void rocq__conv_launch_ahead(rocq__job *job, int kernel, int groups, const rocq_tensor *y,
                                     const rocq_tensor *w, rocq_k_conv_args *args) {
     rocq__gpu *gpu = job->ctx->gpu;
