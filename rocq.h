@@ -6768,8 +6768,7 @@ ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *s
 // piece 1 of every row. So a 64-byte vector is loaded with one piece of each row, a row in each
 // 32-bit lane, without shuffles. A block whose size is no multiple of four has one piece of two
 // bytes, its F16 scale d: the first piece in Q4_0 and Q8_0, the last in Q6_K. The piece that begins
-// `at` bytes
-// into a row's block begins 16 * at bytes into the 16 blocks. Of Q4_0:
+// `at` bytes into a row's block begins 16 * at bytes into the 16 blocks. Of Q4_0:
 //
 //     bytes  0 .. 31           32 .. 95                                96 .. 159
 //            d of rows 0 .. 15 bytes 2 .. 5 of row 0, of row 1, ... 15  bytes 6 .. 9 of row 0, ...
