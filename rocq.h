@@ -1460,9 +1460,15 @@ typedef struct rocq_delta_net_params {
 //   [2, G, 1 or N]  of G groups of C / G channels: (x - mean) rstd norm_weight[c] + norm_bias[c],
 //                   with mean and rstd of x's group (GroupNorm)
 //   [1, W, H, N]    of each position: x rstd norm_weight[c] + norm_bias[c] (channel RMS norm)
+// Folded weights: with upsample 2 the three taps of a direction read only two positions of x, two
+// taps the same one. Which two depends on whether the first of them is the first or the second copy
+// of its position. So there are four kernels of 2 x 2 taps, each for every other column and row of
+// y, whose weights are sums of the 3 x 3 taps: 4/9 of the products, for 16/9 of the memory of w.
+// Results differ by the rounding of those sums in w's format.
 typedef struct rocq_conv_params {
     const rocq_tensor *y;           // F32, F16 or BF16 [M, OW, OH, N]
-    const rocq_tensor *w;           // any format [C kw kh kt, M], see rocq_conv_weights
+    const rocq_tensor *w;           // any format [C kw kh kt, M], see rocq_conv_weights; folded:
+                                    // [C 2 2 kt, M, 4]
     const rocq_tensor *x;           // F32, F16 or BF16 [C, W, H, N]
     const rocq_tensor *bias;        // F32 [M] or NULL
     const rocq_tensor *residual;    // F32, F16 or BF16, y's shape, or NULL; may be y
@@ -1472,6 +1478,7 @@ typedef struct rocq_conv_params {
     int32_t kw, kh, kt;             // taps: kw and kh odd, up to 7, kt up to 7; 0 = 1
     int32_t stride;                 // 1 or 2, of columns and rows; 0 = 1
     int32_t upsample;               // 1 or 2; 0 = 1
+    bool folded;                    // see above: only with kw = kh = 3, upsample 2 and stride 1
     int32_t pad_x, pad_y;           // zeros left of and above z, less than kw and kh; 0 = (kw - 1)
                                     // / 2 and (kh - 1) / 2, -1 = none
     rocq_activation x_activation;
@@ -2552,15 +2559,18 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph);
 
 // Fills w, the weights of a rocq_conv, from memory of the host in the order of GGUF and safetensors
 // files, [kw, kh, kt, C, M] (PyTorch's M, C, kt, kh, kw): reorders each row to c innermost, then
-// kw, kh, kt, and encodes it in w's format. For loading: it allocates two rows of
-// floats meanwhile, on a GPU w's bytes too. Like rocq_upload it may return before the copy has
-// finished, but never reads src afterwards. w is untouched if a check fails.
+// kw, kh, kt, and encodes it in w's format. With `folded` it adds up the taps that read the same
+// position, in F32 before that. For loading: it allocates two rows of floats meanwhile, on a GPU
+// w's bytes too. Like rocq_upload it may return before the copy has finished, but never reads src
+// afterwards. w is untouched if a check fails.
 typedef struct rocq_conv_weights_params {
-    const rocq_tensor *w; // any format [C kw kh kt, M], contiguous; planar on a GPU if it may be
+    const rocq_tensor *w; // any format [C kw kh kt, M], contiguous; planar on a GPU if it may be.
+                          // folded: [C 2 2 kt, M, 4], from kw = kh = 3
     const void *src;      // F32, F16 or BF16, host; not w's own memory
     rocq_format src_format;
     int64_t src_size;     // bytes, exactly those of the tensor
     int32_t kw, kh, kt;   // 0 = 1
+    bool folded;          // for rocq_conv_params.folded
 } rocq_conv_weights_params;
 ROCQ_DEF rocq_result rocq_conv_weights(rocq_ctx *ctx, const rocq_conv_weights_params *p);
 
@@ -3250,15 +3260,19 @@ typedef struct rocq_k_attention_args {
 // y, F16 [C, W, H, N] without gaps, of x by norm and activation, for a conv to read. Kernels
 // conv_f32_* are for x in F32, conv_f16_* for F16 and BF16. Those named conv_lds are for
 // chips whose self-test reports them; tiles of the latter have ROCQ_K_CONV_LDS_H rows.
+// With `folded` (rocq_conv_params) tiles are of every other column and row of y. Each of the four
+// phases, which begin at column and row 0 or 1, has as many tiles: tiles_m are counted once for
+// each phase, four times in all, and kw and kh are 2.
 typedef struct rocq_k_conv_args {
     rocq_k_common common;
     float *work;             // n_splits > 1: floats [M, n_splits, OW, OH, N]
-    const void *w;           // F16 [C kw kh kt, M] without gaps
+    const void *w;           // F16 [C kw kh kt, M], or folded [.., M, 4], without gaps
     rocq_k_tensor y, x, residual, stats; // as in rocq_conv_params; data NULL: absent
     const float *bias, *norm_weight, *norm_bias; // or NULL
     int32_t m, c, slices;    // slices of 64 channels of x
     int32_t group;           // channels of a group of stats
-    int32_t kw, kh, kt, stride, pad_x, pad_y, past;
+    int32_t kw, kh, kt, stride, pad_x, pad_y, past; // folded: pads are those of three taps
+    int32_t folded;          // 0 or 1
     int32_t upsample;        // position i of z is i >> upsample of x, in both directions
     int32_t z_w, z_h;
     int32_t halo;            // a patch has all kw kh taps' positions, not one tap's
@@ -3268,7 +3282,8 @@ typedef struct rocq_k_conv_args {
     int32_t x_activation, activation;
     float x_scale, y_scale;  // y_scale = 1 / x_scale
     int32_t tiles_m, tiles_x, tiles_y, n_splits;
-    int32_t n_blocks;        // conv_lds_64, conv_lds_16: blocks of the whole launch
+    int32_t n_blocks;        // conv_lds_64, conv_lds_16: blocks of the whole launch; folded: a
+                             // multiple of 4, since a block has tiles of one phase
     int32_t w_ahead;         // and whether the launch ahead of this one leaves w alone
 } rocq_k_conv_args;
 
@@ -15902,6 +15917,8 @@ typedef struct rocq__conv_shape {
     int64_t w, h;          // of z
     int32_t kw, kh, kt, stride, upsample, pad_x, pad_y;
     int32_t past;          // frames of x before y's first
+    int32_t phases;        // 2 if w is folded, else 1. y is then four results, each of every other
+                           // column and row, of 2 x 2 taps of x itself: z is x, upsample is 1
 } rocq__conv_shape;
 
 static int32_t rocq__conv_pad(int32_t pad, int32_t taps) {
@@ -15923,7 +15940,30 @@ static rocq__conv_shape rocq__conv_shape_of(const rocq_conv_params *p) {
     s.w = p->x->ne[1] * s.upsample;
     s.h = p->x->ne[2] * s.upsample;
     s.past = (int32_t)(p->x->ne[3] - p->y->ne[3]);
+    s.phases = p->folded ? 2 : 1;
+    if (p->folded) {
+        s.kw = s.kh = 2; // pads are still those of three taps
+        s.upsample = 1;
+        s.w = p->x->ne[1];
+        s.h = p->x->ne[2];
+    }
     return s;
+}
+
+// In one direction of a folded conv, positions 2 t + phase of y, of which the first tap reads
+// doubled position u = 2 t + phase - pad, so x's position u >> 1. Which sums of three taps are its
+// two depends on whether u is even (0) or odd (1).
+typedef struct rocq__conv_phase {
+    int32_t pad;     // zeros left of x: x's position is t - pad
+    int32_t weights; // 0: taps 0 and 1 read one position, 1: taps 1 and 2 do
+} rocq__conv_phase;
+
+static rocq__conv_phase rocq__conv_phase_of(const rocq__conv_shape *s, int32_t pad, int32_t phase) {
+    rocq__conv_phase of = {pad, 0};
+    if (s->phases == 1) return of;
+    of.pad = 1 - (2 + phase - pad) / 2;
+    of.weights = (phase + pad) % 2;
+    return of;
 }
 
 // An implicit GEMM: a matrix product whose columns (what the kernel sees of z from each position of
@@ -15945,11 +15985,11 @@ enum {
 };
 
 typedef struct rocq__conv_tiles {
-    int64_t n_x, n_y;     // tiles of a row of y, rows of tiles of a frame
+    int64_t n_x, n_y;     // tiles of a row of y, rows of tiles of a frame; folded: of a phase
     int64_t w, h;         // positions of the largest tile
     int64_t patch_w, patch_h;
     int64_t pitch;        // floats from one row of the patch to the next
-    int64_t n_panels;
+    int64_t n_panels, n_kernels; // kernels: one, or folded four of as many panels each
     int64_t n_shares;     // tasks that share a tile: each has some of the panels
     int64_t patch, sums;  // floats
 } rocq__conv_tiles;
@@ -15959,13 +15999,15 @@ static rocq__conv_tiles rocq__conv_tiles_of(const rocq_tensor *y, const rocq__co
     rocq__conv_tiles t;
     const int64_t most_w = ROCQ__CONV_TILE_W, most = ROCQ__CONV_TILE;
     const double depth = (double)s->c * s->kt;
-    t.w = ROCQ__MIN(y->ne[1], most_w);
-    t.h = ROCQ__MIN(y->ne[2], most / t.w);
+    const int64_t w = (y->ne[1] + s->phases - 1) / s->phases;
+    const int64_t h = (y->ne[2] + s->phases - 1) / s->phases;
+    t.w = ROCQ__MIN(w, most_w);
+    t.h = ROCQ__MIN(h, most / t.w);
     for (;;) {
-        t.n_x = (y->ne[1] + t.w - 1) / t.w;
-        t.n_y = (y->ne[2] + t.h - 1) / t.h;
-        t.w = (y->ne[1] + t.n_x - 1) / t.n_x; // tiles of the same size, as nearly as may be
-        t.h = (y->ne[2] + t.n_y - 1) / t.n_y;
+        t.n_x = (w + t.w - 1) / t.w;
+        t.n_y = (h + t.h - 1) / t.h;
+        t.w = (w + t.n_x - 1) / t.n_x; // tiles of the same size, as nearly as may be
+        t.h = (h + t.n_y - 1) / t.n_y;
         t.patch_w = (t.w - 1) * s->stride + s->kw;
         t.patch_h = (t.h - 1) * s->stride + s->kh;
         const bool small = (double)(t.patch_w * t.patch_h) * depth <= (double)ROCQ__CONV_PATCH;
@@ -15974,7 +16016,8 @@ static rocq__conv_tiles rocq__conv_tiles_of(const rocq_tensor *y, const rocq__co
         else t.h--;
     }
     t.n_panels = (s->m + ROCQ__CONV_PANEL - 1) / ROCQ__CONV_PANEL;
-    const int64_t n_tiles = t.n_x * t.n_y * y->ne[3];
+    t.n_kernels = (int64_t)s->phases * s->phases;
+    const int64_t n_tiles = t.n_x * t.n_y * t.n_kernels * y->ne[3];
     t.n_shares = ROCQ__MIN(t.n_panels, (4 * n_threads + n_tiles - 1) / n_tiles);
     t.sums = (t.w * t.h + ROCQ__CONV_STRIP) * ROCQ__CONV_PANEL;
     if (s->c > INT64_MAX / 2 / (t.patch_w * t.patch_h * s->kt + 512)) {
@@ -15993,7 +16036,7 @@ typedef struct rocq__conv {
     rocq__conv_shape s;
     rocq__conv_tiles t;
     bool simd, avx512;
-    float *weights; // [panels][K][16], decoded, 0 beyond M
+    float *weights; // [kernels][panels][K][16], decoded, 0 beyond M
     float *local;   // per thread: sums of a tile and two panels [positions][16], norm [3, C], patch
     int64_t pitch;  // floats per thread
 } rocq__conv;
@@ -16005,7 +16048,8 @@ static int64_t rocq__scratch_conv_cpu(const rocq_ctx *ctx, const void *params) {
     int64_t floats, all;
     if (!rocq__add(t.patch, 3 * s.c + 2 * t.sums + 15, &floats) ||
         !rocq__mul(floats, ctx->desc.n_threads, &floats) ||
-        !rocq__mul(s.k, t.n_panels * ROCQ__CONV_PANEL, &all) || !rocq__add(all, floats, &all) ||
+        !rocq__mul(s.k, t.n_kernels * t.n_panels * ROCQ__CONV_PANEL, &all) ||
+        !rocq__add(all, floats, &all) ||
         !rocq__mul(all, (int64_t)sizeof(float), &all)) {
         return INT64_MAX;
     }
@@ -16021,13 +16065,13 @@ static void rocq__conv_decode_task(void *arg, int64_t panel, int64_t panel_end, 
     (void)thread;
     for (; panel < panel_end; panel++) {
         float *to = a->weights + panel * a->s.k * ROCQ__CONV_PANEL;
+        const int64_t kernel = panel / a->t.n_panels, m0 = panel % a->t.n_panels * ROCQ__CONV_PANEL;
         for (int64_t k = 0; k < a->s.k; k += ROCQ__STRIP) {
             const int64_t n = rocq__strip(a->s.k, k);
             for (int64_t i = 0; i < ROCQ__CONV_PANEL; i++) {
-                const int64_t m = panel * ROCQ__CONV_PANEL + i;
-                row[i] = m < a->s.m ? rocq__load(a->simd, w->format, rocq__row(w, m, 0, 0), k, n,
-                                                 buf[i])
-                                    : zeros;
+                row[i] = m0 + i < a->s.m ? rocq__load(a->simd, w->format,
+                                                      rocq__row(w, m0 + i, kernel, 0), k, n, buf[i])
+                                         : zeros;
             }
             for (int64_t j = 0; j < n; j++) {
                 for (int64_t i = 0; i < ROCQ__CONV_PANEL; i++) *to++ = row[i][j];
@@ -16238,7 +16282,10 @@ static void rocq__conv_strip(bool simd, float *sums, const rocq__conv_runs *runs
 // The positions of y that a task computes. Their sums are stored column by column, so that the six
 // positions of a strip lie in six successive rows of the patch.
 typedef struct rocq__conv_tile {
-    int64_t x, y, w, h, frame;
+    int64_t x, y, w, h, frame; // x, y, w, h: folded, of every other column and row
+    int32_t phase[2];          // folded: the first column and row of those
+    int64_t z_x, z_y;          // position of z that the first one's first tap reads
+    int64_t kernel;
     int64_t n_strips;
     int64_t at[ROCQ__CONV_TILE + ROCQ__CONV_STRIP]; // floats from the patch to each position's z
 } rocq__conv_tile;
@@ -16280,10 +16327,12 @@ static void rocq__conv_finish(const rocq__conv *a, float *sums, const rocq__conv
     const rocq_tensor *y = p->y, *add = p->residual;
     const int64_t most = ROCQ__CONV_PANEL, n = ROCQ__MIN(most, a->s.m - m);
     float *sum = sums, addend[ROCQ__CONV_PANEL] = {0};
+    const int64_t step = a->s.phases, y0 = step * t->y + t->phase[1];
     for (int64_t i = 0; i < t->w && add; i++) {
-        const unsigned char *from = rocq__row(add, t->x + i, t->y, t->frame) +
-                                    rocq__bytes(add->format, m);
-        const int64_t row = rocq__bytes(add->format, add->stride[2]);
+        const unsigned char *from =
+            rocq__row(add, step * (t->x + i) + t->phase[0], y0, t->frame) +
+            rocq__bytes(add->format, m);
+        const int64_t row = rocq__bytes(add->format, step * add->stride[2]);
         for (int64_t j = 0; j < t->h; j++, from += row, sum += ROCQ__CONV_PANEL) {
             rocq__decode(a->simd, add->format, addend, from, n);
             for (int c = 0; c < ROCQ__CONV_PANEL; c++) sum[c] += addend[c];
@@ -16292,8 +16341,9 @@ static void rocq__conv_finish(const rocq__conv *a, float *sums, const rocq__conv
     rocq__activate_row(a->simd, p->activation, sums, t->w * t->h * ROCQ__CONV_PANEL);
     sum = sums;
     for (int64_t i = 0; i < t->w; i++) {
-        unsigned char *to = rocq__row(y, t->x + i, t->y, t->frame) + rocq__bytes(y->format, m);
-        const int64_t row = rocq__bytes(y->format, y->stride[2]);
+        unsigned char *to = rocq__row(y, step * (t->x + i) + t->phase[0], y0, t->frame) +
+                            rocq__bytes(y->format, m);
+        const int64_t row = rocq__bytes(y->format, step * y->stride[2]);
         for (int64_t j = 0; j < t->h; j++, to += row, sum += ROCQ__CONV_PANEL) {
             rocq__store(a->simd, y->format, to, 0, sum, n);
         }
@@ -16313,12 +16363,22 @@ static void rocq__conv_begin(const rocq__conv *a, float *sums, const rocq__conv_
 
 static void rocq__conv_tile_at(const rocq__conv *a, rocq__conv_tile *t, int64_t number) {
     const int64_t i = number % a->t.n_x, j = number / a->t.n_x % a->t.n_y;
-    const int64_t *ne = a->p->y->ne;
-    t->x = ne[1] * i / a->t.n_x;
-    t->y = ne[2] * j / a->t.n_y;
-    t->w = ne[1] * (i + 1) / a->t.n_x - t->x;
-    t->h = ne[2] * (j + 1) / a->t.n_y - t->y;
-    t->frame = number / a->t.n_x / a->t.n_y;
+    const int64_t rest = number / a->t.n_x / a->t.n_y;
+    const int32_t n = a->s.phases, phase = (int32_t)(rest % a->t.n_kernels);
+    t->phase[0] = phase % n;
+    t->phase[1] = phase / n;
+    const rocq__conv_phase across = rocq__conv_phase_of(&a->s, a->s.pad_x, t->phase[0]);
+    const rocq__conv_phase down = rocq__conv_phase_of(&a->s, a->s.pad_y, t->phase[1]);
+    const int64_t w = (a->p->y->ne[1] - t->phase[0] + n - 1) / n;
+    const int64_t h = (a->p->y->ne[2] - t->phase[1] + n - 1) / n;
+    t->x = w * i / a->t.n_x;
+    t->y = h * j / a->t.n_y;
+    t->w = w * (i + 1) / a->t.n_x - t->x;
+    t->h = h * (j + 1) / a->t.n_y - t->y;
+    t->frame = rest / a->t.n_kernels;
+    t->z_x = t->x * a->s.stride - across.pad;
+    t->z_y = t->y * a->s.stride - down.pad;
+    t->kernel = across.weights + 2 * down.weights;
     // The last strip is filled up with copies of the last position, whose sums are not used.
     t->n_strips = (t->w * t->h + ROCQ__CONV_STRIP - 1) / ROCQ__CONV_STRIP;
     int64_t k = 0;
@@ -16341,8 +16401,7 @@ static void rocq__conv_task(void *arg, int64_t item, int64_t item_end, int32_t t
         const int64_t end = a->t.n_panels * (share + 1) / a->t.n_shares;
         if (number != loaded) {
             rocq__conv_tile_at(a, &t, number);
-            rocq__conv_load_patch(a, patch, norm, t.x * a->s.stride - a->s.pad_x,
-                                  t.y * a->s.stride - a->s.pad_y, t.frame);
+            rocq__conv_load_patch(a, patch, norm, t.z_x, t.z_y, t.frame);
             loaded = number;
         }
         for (int64_t panel = a->t.n_panels * share / a->t.n_shares, n; panel < end; panel += n) {
@@ -16351,7 +16410,8 @@ static void rocq__conv_task(void *arg, int64_t item, int64_t item_end, int32_t t
             for (int64_t i = 0; i < n; i++) {
                 rocq__conv_begin(a, sums + i * a->t.sums, &t, m + i * ROCQ__CONV_PANEL);
             }
-            rocq__conv_panels(a, &t, sums, a->weights + m * a->s.k, patch, n);
+            const int64_t row = t.kernel * a->t.n_panels * ROCQ__CONV_PANEL + m;
+            rocq__conv_panels(a, &t, sums, a->weights + row * a->s.k, patch, n);
             for (int64_t i = 0; i < n; i++) {
                 rocq__conv_finish(a, sums + i * a->t.sums, &t, m + i * ROCQ__CONV_PANEL);
             }
@@ -16368,12 +16428,13 @@ static void rocq__plan_conv_cpu(rocq__plan *plan, rocq_op op, const void *params
     a->simd = plan->ctx->has_simd;
     a->avx512 = a->simd && plan->ctx->has_avx512;
     a->weights = (float *)(void *)plan->scratch;
-    a->local = a->weights + a->t.n_panels * ROCQ__CONV_PANEL * a->s.k;
+    const int64_t n_panels = a->t.n_kernels * a->t.n_panels;
+    a->local = a->weights + n_panels * ROCQ__CONV_PANEL * a->s.k;
     a->pitch = (2 * a->t.sums + 3 * a->s.c + a->t.patch + 15) / 16 * 16;
-    rocq__plan_stage(plan, rocq__conv_decode_task, a, a->t.n_panels,
+    rocq__plan_stage(plan, rocq__conv_decode_task, a, n_panels,
                      rocq__plan_grain(plan, ROCQ__CONV_PANEL * a->s.k));
     rocq__plan_stage(plan, rocq__conv_task, a,
-                     a->t.n_x * a->t.n_y * a->p->y->ne[3] * a->t.n_shares,
+                     a->t.n_x * a->t.n_y * a->t.n_kernels * a->p->y->ne[3] * a->t.n_shares,
                      rocq__plan_grain(plan, a->t.w * a->t.h * a->s.k * a->s.m / a->t.n_shares));
 }
 
@@ -21015,6 +21076,7 @@ static void rocq__conv_shape_args(rocq_k_conv_args *args, const rocq__conv_shape
     args->pad_x = s->pad_x;
     args->pad_y = s->pad_y;
     args->past = s->past;
+    args->folded = s->phases - 1;
     args->upsample = s->upsample - 1;
     args->z_w = (int32_t)s->w;
     args->z_h = (int32_t)s->h;
@@ -21059,7 +21121,8 @@ static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
     if (!args->x_wide || !common) return false;
     if (!p->stats && p->x_activation == ROCQ_ACT_IDENTITY) return false;
     const double patches = (args->halo ? 1.4 : (double)args->kw * args->kh) * args->tiles_m *
-                           (1 << 2 * args->upsample) * args->kt / (args->stride * args->stride);
+                           (1 << 2 * (args->upsample + args->folded)) * args->kt /
+                           (args->stride * args->stride);
     const double loading = 13.0 * patches / (0.5 * chip->flops_per_us);
     return (double)rocq__bytes(p->x->format, 1) + 2.0 < loading * chip->bytes_per_us;
 }
@@ -21082,16 +21145,16 @@ static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
                             (args->activation == ROCQ_ACT_IDENTITY ||
                              args->activation == ROCQ_ACT_RELU);
         const int64_t most = INT32_MAX / 64; // bytes from a position to the next
-        bool fits = args->slices == 1 && args->kt == 1 && args->kw == 3 && args->kh == 3 &&
-                    (halves || args->m <= 16);
+        bool fits = args->slices == 1 && args->kt == 1 && args->kw + args->folded == 3 &&
+                    args->kh + args->folded == 3 && (args->m <= 16 ? !args->folded : halves);
         for (int d = 0; d < 2; d++) {
-            fits = fits && args->x.stride[d] <= most && args->y.stride[d] <= most &&
-                   (!p->residual || args->residual.stride[d] <= most);
+            fits = fits && args->x.stride[d] <= most && args->y.stride[d] <= most / 2 &&
+                   (!p->residual || args->residual.stride[d] <= most / 2);
         }
         return !fits ? -1 : args->m <= 16 ? ROCQ_K_conv_lds_16 : ROCQ_K_conv_lds_64;
     }
     // Tiles of twice the rows may have more positions outside of y: at most a quarter more
-    const int32_t h = (int32_t)p->y->ne[2];
+    const int32_t h = ((int32_t)p->y->ne[2] + args->folded) >> args->folded;
     const int32_t tall = (h + ROCQ_K_CONV_LDS_H - 1) / ROCQ_K_CONV_LDS_H * 2;
     const bool fits = taps >= 4 && args->kw <= 3 && args->kh <= 3 && 4 * tall <= 5 * args->tiles_y;
     return fits ? ROCQ_K_conv_lds_128 : -1;
@@ -21152,9 +21215,12 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     const int64_t tile_m = s.m > 64 ? 128 : s.m > 16 ? 64 : 16;
     const int64_t frames = p->y->ne[3];
     args.tiles_m = (int32_t)((s.m + tile_m - 1) / tile_m);
-    args.tiles_x = (int32_t)((p->y->ne[1] + ROCQ_K_CONV_W - 1) / ROCQ_K_CONV_W);
-    args.tiles_y = (int32_t)((p->y->ne[2] + ROCQ_K_CONV_H - 1) / ROCQ_K_CONV_H);
-    const double all = (double)args.tiles_m * args.tiles_x * args.tiles_y * 16.0;
+    const int64_t n_kernels = (int64_t)s.phases * s.phases;
+    const int64_t y_w = (p->y->ne[1] + s.phases - 1) / s.phases; // of a phase
+    const int64_t y_h = (p->y->ne[2] + s.phases - 1) / s.phases;
+    args.tiles_x = (int32_t)((y_w + ROCQ_K_CONV_W - 1) / ROCQ_K_CONV_W);
+    args.tiles_y = (int32_t)((y_h + ROCQ_K_CONV_H - 1) / ROCQ_K_CONV_H);
+    const double all = (double)(n_kernels * args.tiles_m) * args.tiles_x * args.tiles_y * 16.0;
     if (all > INT32_MAX) {
         job->result =
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "conv: a shape too large for the GPU");
@@ -21163,20 +21229,21 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     const rocq__chip *chip = rocq__chip_of(job->ctx);
     const bool pass = rocq__conv_pass(chip, p, &args);
     if (pass) rocq__job_conv_input(job, p, &args);
-    int64_t tiles = (int64_t)args.tiles_m * args.tiles_x * args.tiles_y;
+    int64_t tiles = n_kernels * args.tiles_m * args.tiles_x * args.tiles_y;
     const int lds = rocq__conv_lds(chip, p, &args, pass);
     if (lds == ROCQ_K_conv_lds_64 || lds == ROCQ_K_conv_lds_16) {
         args.n_splits = 1;
         const int groups = tiles * frames > chip->n_units ? ROCQ_K_CONV_LDS_GROUPS : 1;
-        args.n_blocks = (int32_t)ROCQ__MIN(tiles * frames, (int64_t)chip->n_units);
+        const int64_t most = ROCQ__MAX(chip->n_units / n_kernels, 1) * n_kernels;
+        args.n_blocks = (int32_t)ROCQ__MIN(tiles * frames, most);
         job->cost = cost;
         rocq__conv_launch_ahead(job, lds, groups, p->y, &w, &args);
         return;
     }
     if (lds == ROCQ_K_conv_lds_128) {
-        args.tiles_y = (int32_t)((p->y->ne[2] + ROCQ_K_CONV_LDS_H - 1) / ROCQ_K_CONV_LDS_H);
+        args.tiles_y = (int32_t)((y_h + ROCQ_K_CONV_LDS_H - 1) / ROCQ_K_CONV_LDS_H);
         args.patch_n = args.patch_w * (ROCQ_K_CONV_LDS_H + args.kh - 1);
-        tiles = (int64_t)args.tiles_m * args.tiles_x * args.tiles_y;
+        tiles = n_kernels * args.tiles_m * args.tiles_x * args.tiles_y;
     }
     // Chosen by the tiles of one frame, so that a video has the same bits in chunks and as a whole.
     const double at_once = (lds < 0 ? 2.0 : 1.0) * chip->n_units; // blocks
@@ -22437,7 +22504,7 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(DELTA_NET, KEPT, dt, "h", ROCQ__BIT_F32)
     ROCQ_X(DELTA_NET, INDEX, slot, "2s", ROCQ__BIT_I32)
     ROCQ_X(CONV, OUT, y, "mpqr", ROCQ__PLAIN)
-    ROCQ_X(CONV, KEPT, w, ".m", ROCQ__ANY | ROCQ__PLANAR)
+    ROCQ_X(CONV, KEPT, w, ".m.", ROCQ__ANY | ROCQ__PLANAR)
     ROCQ_X(CONV, IN, x, "cwhf", ROCQ__PLAIN)
     ROCQ_X(CONV, KEPT, bias, "m", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(CONV, IN_PLACE, residual, "mpqr", ROCQ__PLAIN | ROCQ__OPTIONAL)
@@ -22939,17 +23006,23 @@ static rocq_result rocq__check_conv(rocq_ctx *ctx, const char *op, const void *p
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "conv: %s is %d, expected %d to %d%s", ints[i].name,
                           (int)v, (int)ints[i].low, (int)ints[i].high, ints[i].odd ? ", odd" : "");
     }
+    if (p->folded && (p->kw != 3 || p->kh != 3 || p->upsample != 2 || p->stride == 2)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "conv: folded, with %d x %d taps, upsample %d and "
+                          "stride %d, expected 3 x 3, 2 and 1", (int)p->kw, (int)p->kh,
+                          (int)p->upsample, (int)ROCQ__MAX(p->stride, 1));
+    }
     int64_t k;
-    const int64_t taps = (int64_t)ROCQ__MAX(p->kw, 1) * ROCQ__MAX(p->kh, 1) * ROCQ__MAX(p->kt, 1);
+    const int64_t taps = (p->folded ? 4 : (int64_t)ROCQ__MAX(p->kw, 1) * ROCQ__MAX(p->kh, 1)) *
+                         ROCQ__MAX(p->kt, 1);
     if (!rocq__mul(p->x->ne[0], taps, &k) || p->x->ne[1] > INT32_MAX || p->x->ne[2] > INT32_MAX ||
         p->y->ne[1] > INT32_MAX || p->y->ne[2] > INT32_MAX) {
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "conv: sizes of x or y overflow");
     }
-    ROCQ__TRY(ROCQ__SHAPE(w, k, -1, -1, -1));
+    ROCQ__TRY(ROCQ__SHAPE(w, k, -1, p->folded ? 4 : 1, 1));
     const rocq__conv_shape s = rocq__conv_shape_of(p);
     // Each row, column and frame of y has at least one tap inside z.
-    if ((p->y->ne[1] - 1) * s.stride - s.pad_x >= s.w ||
-        (p->y->ne[2] - 1) * s.stride - s.pad_y >= s.h || s.past < 0 || s.past >= s.kt) {
+    if ((p->y->ne[1] - 1) * s.stride - s.pad_x >= s.w * s.phases ||
+        (p->y->ne[2] - 1) * s.stride - s.pad_y >= s.h * s.phases || s.past < 0 || s.past >= s.kt) {
         return rocq__fail(ctx, ROCQ_E_SHAPE,
                           "conv: y of %lld x %lld, %lld frames, from x of %lld x %lld, %lld frames",
                           (long long)p->y->ne[1], (long long)p->y->ne[2], (long long)p->y->ne[3],
@@ -26900,6 +26973,22 @@ ROCQ_DEF uint16_t rocq_f32_to_f16(float value) { return rocq__f32_to_f16(value);
 
 // Element (c, i, j, s) of a row, kernel column i, row j and frame s, goes from i + kw (j + kh (s +
 // kt c)) to c + C (i + kw (j + kh s)): from channels outermost to channels innermost.
+static void rocq__conv_reorder(float *to, const float *from, int64_t n, int64_t taps) {
+    for (int64_t i = 0; i < n; i++) to[i % taps * (n / taps) + i / taps] = from[i];
+}
+
+// The same for kernel (x, y) of folded weights, x and y as in rocq__conv_phase: of 3 x 3 taps those
+// that read the same position are added up.
+static void rocq__conv_fold(float *to, const float *from, int64_t n, int64_t taps, int64_t x,
+                            int64_t y) {
+    const int64_t c = n / taps;
+    memset(to, 0, (size_t)(n / 9 * 4) * sizeof *to);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t tap = i % taps, column = (tap % 3 + x) / 2, row = (tap / 3 % 3 + y) / 2;
+        to[i / taps + c * (column + 2 * (row + 2 * (tap / 9)))] += from[i];
+    }
+}
+
 ROCQ_DEF rocq_result rocq_conv_weights(rocq_ctx *ctx, const rocq_conv_weights_params *p) {
     const char *op = "conv_weights";
     if (!ctx) return ROCQ_E_ARGUMENT;
@@ -26908,7 +26997,8 @@ ROCQ_DEF rocq_result rocq_conv_weights(rocq_ctx *ctx, const rocq_conv_weights_pa
     ROCQ__TRY(rocq__check_tensor(ctx, op, "w", p->w, ROCQ__ANY | ROCQ__PLANAR | ROCQ__OUTPUT));
     ROCQ__TRY(rocq__check_encoded(ctx, op, "w", p->w->format));
     const int32_t sizes[3] = {p->kw, p->kh, p->kt};
-    int64_t taps = 1, bytes, float_bytes, row_bytes = 0, elems, src_elem;
+    const int64_t n_kernels = p->folded ? 4 : 1;
+    int64_t taps = 1, bytes, float_bytes, elems, src_elem;
     for (int i = 0; i < 3; i++) {
         if (sizes[i] < 0 || sizes[i] > 7) {
             return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: %d taps, expected 0 to 7", op,
@@ -26916,32 +27006,42 @@ ROCQ_DEF rocq_result rocq_conv_weights(rocq_ctx *ctx, const rocq_conv_weights_pa
         }
         taps *= ROCQ__MAX(sizes[i], 1);
     }
-    const int64_t k = p->w->ne[0], m = p->w->ne[1];
+    if (p->folded && (p->kw != 3 || p->kh != 3)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: folded, with %d x %d taps, expected 3 x 3", op,
+                          (int)p->kw, (int)p->kh);
+    }
+    const int64_t k = p->w->ne[0], m = p->w->ne[1], w_taps = p->folded ? taps / 9 * 4 : taps;
     ROCQ__TRY(rocq__check_format(ctx, op, "src", ROCQ__PLAIN, p->src_format, &elems, &src_elem));
-    if (k % taps != 0 || p->w->ne[2] != 1 || p->w->ne[3] != 1 || !rocq_tensor_contiguous(p->w)) {
-        return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: w of %lld x %lld for %lld taps", op, (long long)k,
-                          (long long)m, (long long)taps);
+    if (k % w_taps != 0 || p->w->ne[2] != n_kernels || p->w->ne[3] != 1 ||
+        !rocq_tensor_contiguous(p->w)) {
+        return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: w of %lld x %lld x %lld for %lld taps", op,
+                          (long long)k, (long long)m, (long long)p->w->ne[2], (long long)w_taps);
     }
+    const int64_t src_k = k / w_taps * taps; // at most 9/4 of k: 9/16 of w's elements
     if (!p->src || (uintptr_t)p->src % (uintptr_t)rocq__alignment_of(p->src_format) != 0 ||
-        p->src_size != rocq_tensor_count(p->w) * src_elem) {
+        p->src_size != m * src_k * src_elem) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: src of %lld bytes for %lld weights", op,
-                          (long long)p->src_size, (long long)rocq_tensor_count(p->w));
+                          (long long)p->src_size, (long long)(m * src_k));
     }
-    row_bytes = rocq__bytes(p->w->format, k);
+    const int64_t row_bytes = rocq__bytes(p->w->format, k);
     bytes = rocq__on_gpu(ctx) ? rocq_tensor_size(p->w) : 0; // on the CPU rows go to their place
-    if (!rocq__mul(2 * k, (int64_t)sizeof(float), &float_bytes) ||
+    if (!rocq__mul(src_k + k, (int64_t)sizeof(float), &float_bytes) ||
         !rocq__add(bytes, float_bytes, &float_bytes)) {
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: size of w overflows", op);
     }
-    float *row = (float *)rocq__alloc(ctx, float_bytes), *reordered = row + k;
+    float *row = (float *)rocq__alloc(ctx, float_bytes), *reordered = row + src_k;
     if (!row) return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no memory for %lld bytes", op,
                                 (long long)float_bytes);
     unsigned char *encoded = rocq__on_gpu(ctx) ? (unsigned char *)(reordered + k)
                                                : (unsigned char *)rocq_tensor_data(p->w);
     for (int64_t r = 0; r < m; r++) {
-        rocq__dequantize_row(p->src_format, row, (const char *)p->src + r * k * src_elem, k);
-        for (int64_t i = 0; i < k; i++) reordered[i % taps * (k / taps) + i / taps] = row[i];
-        rocq__quantize_row(p->w->format, encoded + r * row_bytes, reordered, k, NULL);
+        rocq__dequantize_row(p->src_format, row, (const char *)p->src + r * src_k * src_elem,
+                             src_k);
+        for (int64_t i = 0; i < n_kernels; i++) {
+            if (p->folded) rocq__conv_fold(reordered, row, src_k, taps, i % 2, i / 2);
+            else rocq__conv_reorder(reordered, row, src_k, taps);
+            rocq__quantize_row(p->w->format, encoded + (i * m + r) * row_bytes, reordered, k, NULL);
+        }
     }
     const rocq_result result = bytes > 0 ? rocq_upload(ctx, p->w, encoded, bytes) : ROCQ_OK;
     rocq__free(ctx, row);

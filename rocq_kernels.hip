@@ -9405,6 +9405,9 @@ DEV void conv_store(int32_t format, char *row, int64_t k, const float v[8]) {
 //
 //   w        F16 [K, M] without gaps
 //   x        F32, F16 or BF16, any strides; y and residual likewise
+//   folded   w has four kernels [K, M] of 2 x 2 taps, one for each phase: every other column and
+//            row of y, from 0 or 1 on. A block has positions of one phase, and below, positions
+//            and tiles are counted within it; conv_column and conv_row say where they lie in y
 //
 // A block computes ROCQ_K_CONV_H rows of ROCQ_K_CONV_W positions of a frame by BM channels m. It
 // takes 64 channels of one frame of x at a time. halo: the positions that all kw kh taps read are
@@ -9471,12 +9474,35 @@ DEV conv_step conv_next(const rocq_k_conv_args &a, conv_step at) {
 struct conv_place {
     int32_t m0, ox0, oy0, frame; // first channel, column and row, and the frame of y
     int32_t split;
+    int32_t phase_x, phase_y;    // folded: 0 or 1
+    int32_t pad_x, pad_y;        // of the taps that are multiplied
+    int32_t w_row;               // of w's rows, the first of the phase's
 };
+// The phase of a folded conv, as rocq__conv_phase in rocq.h: of three taps, the first reads doubled
+// position 2 i + phase - pad; even or odd, it says which sums of taps the phase has.
+DEV void conv_place_phase(const rocq_k_conv_args &a, conv_place &p, int32_t phase) {
+    p.phase_x = phase & 1, p.phase_y = phase >> 1;
+    p.pad_x = a.pad_x, p.pad_y = a.pad_y, p.w_row = 0;
+    if (!a.folded) return;
+    p.w_row = (((p.phase_x + a.pad_x) & 1) + 2 * ((p.phase_y + a.pad_y) & 1)) * a.m;
+    p.pad_x = 1 - (2 + p.phase_x - a.pad_x) / 2;
+    p.pad_y = 1 - (2 + p.phase_y - a.pad_y) / 2;
+}
+// Where column x and row y of the phase lie.
+DEV int32_t conv_column(const rocq_k_conv_args &a, const conv_place &p, int32_t x) {
+    return (x << a.folded) + p.phase_x;
+}
+DEV int32_t conv_row(const rocq_k_conv_args &a, const conv_place &p, int32_t y) {
+    return (y << a.folded) + p.phase_y;
+}
 DEV conv_place conv_place_of(const rocq_k_conv_args &a, int bm) {
     const uint32_t block = a.common.block0 + block_index();
-    const uint32_t tile = block / (uint32_t)a.tiles_m, row = tile / (uint32_t)a.tiles_x;
+    const uint32_t tiles_m = (uint32_t)a.tiles_m << 2 * a.folded;
+    const uint32_t tile = block / tiles_m, row = tile / (uint32_t)a.tiles_x;
+    const uint32_t own = block - tile * tiles_m, phase = a.folded ? own / (uint32_t)a.tiles_m : 0;
     conv_place p;
-    p.m0 = (int32_t)(block - tile * (uint32_t)a.tiles_m) * bm;
+    p.m0 = (int32_t)(own - phase * (uint32_t)a.tiles_m) * bm;
+    conv_place_phase(a, p, (int32_t)phase);
     p.ox0 = (int32_t)(tile - row * (uint32_t)a.tiles_x) * ROCQ_K_CONV_W;
     p.split = (int32_t)(row / (uint32_t)a.tiles_y);
     p.oy0 = (int32_t)(row - (uint32_t)p.split * (uint32_t)a.tiles_y) * ROCQ_K_CONV_H;
@@ -9539,8 +9565,8 @@ struct conv_position {
 };
 DEV conv_patch conv_patch_of(const rocq_k_conv_args &a, const conv_place &p, const conv_step &at) {
     conv_patch patch;
-    patch.zx0 = p.ox0 * a.stride - a.pad_x + (a.halo ? 0 : at.i);
-    patch.zy0 = p.oy0 * a.stride - a.pad_y + (a.halo ? 0 : at.j);
+    patch.zx0 = p.ox0 * a.stride - p.pad_x + (a.halo ? 0 : at.i);
+    patch.zy0 = p.oy0 * a.stride - p.pad_y + (a.halo ? 0 : at.j);
     patch.apart = a.halo ? 1 : a.stride;
     patch.it = p.frame + at.s + a.past - (a.kt - 1);
     patch.frame = (const char *)a.x.data + (patch.it < 0 ? 0 : patch.it) * a.x.stride[2];
@@ -9749,12 +9775,13 @@ DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
         }
         block_sync_lds();
         const int32_t oy = oy0 + 2 * pass; // columns 0-7 of the fragments; 8-15: the next row
-        if (oy >= a.y.ne[2]) continue;
+        if (conv_row(a, p, oy) >= a.y.ne[2]) continue;
         if (a.n_splits > 1 || !a.y_wide || !conv_is_common(a.activation)) {
 #pragma unroll 1
             for (int i = lane; i < 256 * TM; i += 32) {
                 const int column = i / (16 * TM);
-                const int32_t ox = p.ox0 + column % 8, own = oy + column / 8;
+                const int32_t ox = conv_column(a, p, p.ox0 + column % 8);
+                const int32_t own = conv_row(a, p, oy + column / 8);
                 const int32_t m = m0 + i % (16 * TM);
                 if (ox >= a.y.ne[1] || own >= a.y.ne[2] || m >= a.m) continue;
                 const float v = lget(work + column * STRIDE + i % (16 * TM));
@@ -9770,7 +9797,8 @@ DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
 #pragma unroll
             for (int r = 0; r < TOGETHER; r++) {
                 const int column = (r0 + 32 * r) / VECTORS;
-                const int32_t ox = p.ox0 + column % 8, own = oy + column / 8;
+                const int32_t ox = conv_column(a, p, p.ox0 + column % 8);
+                const int32_t own = conv_row(a, p, oy + column / 8);
                 const int32_t m = m0 + 8 * ((r0 + 32 * r) % VECTORS);
                 live[r] = ox < a.y.ne[1] && own < a.y.ne[2] && m < a.m;
                 loaded[r].lo = loaded[r].hi = make4(0, 0, 0, 0);
@@ -9785,8 +9813,8 @@ DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
                 float v[8];
                 decode_vector<ROCQ_F32>(lget(from), 0, v);
                 decode_vector<ROCQ_F32>(lget(from + 1), 0, v + 4);
-                conv_put(a, p.ox0 + column % 8, oy + column / 8, p.frame, m0 + 8 * vector,
-                         loaded[r], v);
+                conv_put(a, conv_column(a, p, p.ox0 + column % 8),
+                         conv_row(a, p, oy + column / 8), p.frame, m0 + 8 * vector, loaded[r], v);
             }
         }
     }
@@ -9867,7 +9895,7 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
     // w. Rows past the last repeat it. Where the matrix unit reads from LDS, the 32 channels of a
     // wave are 16 of each of its tiles of 64 rows
     const uint32_t k = (uint32_t)(a.kt * a.kh * a.kw * a.c);
-    const char *const w = (const char *)a.w + (int64_t)p.m0 * k * 2;
+    const char *const w = (const char *)a.w + (int64_t)(p.w_row + p.m0) * k * 2;
     const uint32_t w_last = (uint32_t)(a.m - p.m0 < BM ? a.m - p.m0 : BM) - 1;
     u32x4 wr[N_W];
     const auto to_w = [&](int buffer, int i) {
@@ -10010,7 +10038,8 @@ DEV void conv_lds_vector(const float *work, int at, int vector, float v[8]) {
     decode_vector<ROCQ_F32>(lget(from + CONV_LDS_HIGH / 4), 0, v + 4);
 }
 DEV bool conv_lds_is_live(const rocq_k_conv_args &a, const conv_place &p, int32_t oy0, int at) {
-    return p.ox0 + at % 8 < a.y.ne[1] && oy0 + at / 8 < a.y.ne[2];
+    return conv_column(a, p, p.ox0 + at % 8) < a.y.ne[1] &&
+           conv_row(a, p, oy0 + at / 8) < a.y.ne[2];
 }
 template <int TN> DEV void conv_lds_put(float *work, const frag_c *c) {
 #pragma unroll
@@ -10030,7 +10059,8 @@ DEV void conv_lds_residual(const rocq_k_conv_args &a, const conv_place &p, int32
         to[i].lo = to[i].hi = make4(0, 0, 0, 0);
         if (!a.residual.data || !live || !conv_lds_is_live(a, p, oy0, at)) continue;
         to[i] = conv_load(a.residual.format,
-                          row_of(a.residual, p.ox0 + at % 8, oy0 + at / 8, p.frame), m);
+                          row_of(a.residual, conv_column(a, p, p.ox0 + at % 8),
+                                 conv_row(a, p, oy0 + at / 8), p.frame), m);
     }
 }
 DEV void conv_lds_store(const rocq_k_conv_args &a, const conv_place &p, int32_t m, int32_t oy0,
@@ -10050,7 +10080,8 @@ DEV void conv_lds_store(const rocq_k_conv_args &a, const conv_place &p, int32_t 
             for (int e = 0; e < 8; e++) v[e] += r[e];
         }
         conv_activate<8>(a.activation, v);
-        conv_store(a.y.format, row_of(a.y, p.ox0 + at % 8, oy0 + at / 8, p.frame), m, v);
+        conv_store(a.y.format, row_of(a.y, conv_column(a, p, p.ox0 + at % 8),
+                                      conv_row(a, p, oy0 + at / 8), p.frame), m, v);
     }
 }
 // The same for any alignment, number of channels and activation, and for the sums of a split. m0 is
@@ -10061,7 +10092,8 @@ DEV void conv_lds_store_any(const rocq_k_conv_args &a, const conv_place &p, int3
 #pragma unroll 1
     for (int i = own; i < 64 * n; i += 128) {
         const int at = i / n, e = i - at * n;
-        const int32_t ox = p.ox0 + at % 8, oy = oy0 + at / 8;
+        const int32_t ox = conv_column(a, p, p.ox0 + at % 8);
+        const int32_t oy = conv_row(a, p, oy0 + at / 8);
         if (!conv_lds_is_live(a, p, oy0, at)) continue;
         const float v = lget(work + at * CONV_LDS_STRIDE + conv_lds_slot(e));
         if (a.n_splits == 1) conv_put_any(a, ox, oy, p.frame, m0 + e, v);
@@ -10074,11 +10106,12 @@ DEV void conv_lds_bias(const rocq_k_conv_args &a, int32_t m, bool live, float (&
     if (a.bias && live) conv_floats(ROCQ_F32, conv_load(ROCQ_F32, (const char *)a.bias, m), bias);
 }
 
-// conv_lds_64 and conv_lds_16: 3x3 taps, up to 64 channels to up to 64 or 16 (TAESD's layers),
-// kt = 1, one split. All weights stay in LDS: blocks are as many as compute units, and each takes one tile
-// after another, so that weights are copied once for a block and not once for a tile, and no step
-// of the sums waits for a copy or a barrier. They are copied before the launch ahead has ended where
-// that does not write them (w_ahead).
+// conv_lds_64 and conv_lds_16: 3x3 taps, or for conv_lds_64 also folded ones, up to 64 channels to
+// up to 64 or 16 (TAESD's layers), kt = 1, one split. All weights stay in LDS, of a folded conv
+// those of one phase: blocks are as many as compute units, and each takes one tile after another,
+// so that weights are copied once for a block and not once for a tile, and no step of the sums
+// waits for a copy or a barrier. They are copied before the launch ahead has ended where that does
+// not write them (w_ahead).
 //
 // A block has ROCQ_K_CONV_LDS_GROUPS groups of four waves, which share the weights: a group has
 // tiles and two patches of its own, so that one group finishes its tile while another multiplies. A
@@ -10100,13 +10133,13 @@ template <int BM> struct conv_lds_sums;
 template <> struct conv_lds_sums<64> { frag_c c[1][8]; };
 template <> struct conv_lds_sums<16> { frag_c c[2][1]; };
 template <int BM> DEV constexpr int conv_lds_w_chunk() { return 8 * (BM + 1); }
-template <int N16>
+template <int N16, int SIDE>
 DEV void conv_lds_multiply(conv_lds_sums<64> &sums, const f16 *w, const f16 *patch) {
-    enum { W_CHUNK = conv_lds_w_chunk<64>(), LINE = ROCQ_K_CONV_W + 2 };
+    enum { W_CHUNK = conv_lds_w_chunk<64>(), LINE = ROCQ_K_CONV_W + SIDE - 1 };
     wmma_lds_begin();
 #pragma unroll
-    for (int tap = 0; tap < 9; tap++) {
-        const f16 *const z = patch + 8 * (tap / 3 * LINE + tap % 3);
+    for (int tap = 0; tap < SIDE * SIDE; tap++) {
+        const f16 *const z = patch + 8 * (tap / SIDE * LINE + tap % SIDE);
 #pragma unroll
         for (int s = 0; s < N16; s++) {
             wmma_lds(sums.c[0], w + 2 * (N16 * tap + s) * W_CHUNK, W_CHUNK / 8, 8,
@@ -10115,13 +10148,13 @@ DEV void conv_lds_multiply(conv_lds_sums<64> &sums, const f16 *w, const f16 *pat
     }
     wmma_lds_end();
 }
-template <int N16>
+template <int N16, int SIDE>
 DEV void conv_lds_multiply(conv_lds_sums<16> &sums, const f16 *w, const f16 *patch) {
-    enum { W_CHUNK = conv_lds_w_chunk<16>(), LINE = ROCQ_K_CONV_W + 2 };
+    enum { W_CHUNK = conv_lds_w_chunk<16>(), LINE = ROCQ_K_CONV_W + SIDE - 1 };
     wmma_lds_begin();
 #pragma unroll
-    for (int tap = 0; tap < 9; tap++) {
-        const f16 *const z = patch + 8 * (tap / 3 * LINE + tap % 3);
+    for (int tap = 0; tap < SIDE * SIDE; tap++) {
+        const f16 *const z = patch + 8 * (tap / SIDE * LINE + tap % SIDE);
 #pragma unroll
         for (int s = 0; s < N16; s++) {
 #pragma unroll
@@ -10144,10 +10177,10 @@ template <int BM>
 DEV conv_lds_own conv_lds_own_of(const rocq_k_conv_args &a, int group, int own) {
     conv_lds_own o;
     o.column = own / 8 % 8, o.row = own / 64, o.vector = own % 8, o.own = own, o.group = group;
-    o.y_offset = o.row * (int32_t)a.y.stride[1] + o.column * (int32_t)a.y.stride[0] +
-                 16 * o.vector;
-    o.r_offset = o.row * (int32_t)a.residual.stride[1] +
-                 o.column * (int32_t)a.residual.stride[0] + 16 * o.vector;
+    o.y_offset = ((o.row * (int32_t)a.y.stride[1] + o.column * (int32_t)a.y.stride[0])
+                  << a.folded) + 16 * o.vector;
+    o.r_offset = ((o.row * (int32_t)a.residual.stride[1] +
+                   o.column * (int32_t)a.residual.stride[0]) << a.folded) + 16 * o.vector;
     o.least = a.activation == ROCQ_ACT_RELU ? 0.0f : bits<float>(0xff800000u);
     conv_lds_bias(a, 8 * o.vector, BM == 64 && 8 * o.vector < a.m, o.bias);
     return o;
@@ -10156,19 +10189,23 @@ DEV conv_lds_own conv_lds_own_of(const rocq_k_conv_args &a, int group, int own) 
 DEV void conv_lds_finish(const rocq_k_conv_args &a, const conv_place &p, bool has_tile,
                          conv_lds_sums<64> &sums, float *work, const conv_lds_own &o) {
     const bool has_residual = a.residual.data != 0;
-    const bool stores = has_tile && 8 * o.vector < a.m && o.column < a.y.ne[1] - p.ox0;
-    const int32_t rows = stores ? a.y.ne[2] - p.oy0 - o.row : 0; // from the thread's first on
+    const bool stores = has_tile && 8 * o.vector < a.m &&
+                        conv_column(a, p, p.ox0 + o.column) < a.y.ne[1];
+    const int32_t all = (a.y.ne[2] - p.phase_y + a.folded) >> a.folded; // rows of the phase
+    const int32_t rows = stores ? all - p.oy0 - o.row : 0; // from the thread's first on
+    const int32_t ox = conv_column(a, p, p.ox0), oy = conv_row(a, p, p.oy0);
     u32x4 residual[8];
     if (has_residual) {
-        const char *const from = row_of(a.residual, p.ox0, p.oy0, p.frame) + o.r_offset;
+        const char *const from = row_of(a.residual, ox, oy, p.frame) + o.r_offset;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             if (2 * i >= rows) residual[i] = make4(0, 0, 0, 0);
-            else residual[i] = gload((const u32x4 *)(from + 2 * i * a.residual.stride[1]));
+            else residual[i] = gload((const u32x4 *)(from + (2 * i * a.residual.stride[1]
+                                                             << a.folded)));
         }
     }
     wmma_lds_wait();
-    char *const to = row_of(a.y, p.ox0, p.oy0, p.frame) + o.y_offset;
+    char *const to = row_of(a.y, ox, oy, p.frame) + o.y_offset;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         group_sync_lds(o.group);
@@ -10189,7 +10226,8 @@ DEV void conv_lds_finish(const rocq_k_conv_args &a, const conv_place &p, bool ha
             }
 #pragma unroll
             for (int e = 0; e < 8; e++) v[e] = v[e] <= o.least ? o.least : v[e]; // NaN stays
-            gstore((u32x4 *)(to + 2 * (4 * half + i) * a.y.stride[1]), conv_halves(v));
+            gstore((u32x4 *)(to + (2 * (4 * half + i) * a.y.stride[1] << a.folded)),
+                   conv_halves(v));
         }
     }
 }
@@ -10205,15 +10243,19 @@ DEV void conv_lds_finish(const rocq_k_conv_args &a, const conv_place &p, bool ha
         for (int v = 0; v < 8; v++) {
             const int at = 64 * i + 16 * (matmul_wave() % 4) + frag_row(v), m = frag_col(v);
             if (m >= a.m || !conv_lds_is_live(a, p, p.oy0, at)) continue;
-            conv_put_any(a, p.ox0 + at % 8, p.oy0 + at / 8, p.frame, m, sums.c[i][0].v[v]);
+            conv_put_any(a, conv_column(a, p, p.ox0 + at % 8), conv_row(a, p, p.oy0 + at / 8),
+                         p.frame, m, sums.c[i][0].v[v]);
         }
     }
 }
-template <int BM> DEV void conv_lds_small(const rocq_k_conv_args &a) {
+// SIDE: 3, or 2 for folded weights.
+template <int BM, int SIDE> DEV void conv_lds_small(const rocq_k_conv_args &a) {
     enum {
         W_CHUNK = conv_lds_w_chunk<BM>(), W_ALL = ROCQ_K_CONV_LDS_TAPS * 8 * W_CHUNK,
-        PATCH = CONV_BK / 8 * CONV_CHUNK, PATCH_W = ROCQ_K_CONV_W + 2,
-        PIECES = (ROCQ_K_CONV_PATCH + 15) / 16, MOST = ROCQ_K_CONV_LDS_GROUPS
+        PATCH = CONV_BK / 8 * CONV_CHUNK, PATCH_W = ROCQ_K_CONV_W + SIDE - 1,
+        PATCH_H = ROCQ_K_CONV_H + SIDE - 1, PATCH_N = PATCH_W * PATCH_H,
+        PIECES = (PATCH_N + 15) / 16, MOST = ROCQ_K_CONV_LDS_GROUPS,
+        PHASES = SIDE == 2 ? 4 : 1
     };
     static_assert(2 * (W_ALL + 2 * MOST * PATCH) == ROCQ_K_CONV_LDS_BYTES(BM, MOST), "LDS");
     static_assert(4 * CONV_LDS_STRIDE * 64 <= 2 * PATCH, "sums of half a tile");
@@ -10227,22 +10269,29 @@ template <int BM> DEV void conv_lds_small(const rocq_k_conv_args &a) {
     const int columns = deep ? 8 : 4;
     const bool there = vector < columns, live = 8 * vector < a.c;
 
+    const int32_t index = (int32_t)(a.common.block0 + block_index());
+    const int32_t first = index / PHASES; // of the blocks of its phase
+    conv_place place;
+    conv_place_phase(a, place, index % PHASES);
+
     // Weights: columns of 64 rows, for each tap `columns` of 8 channels
-    const uint32_t k = 9 * (uint32_t)a.c;
+    const uint32_t k = SIDE * SIDE * (uint32_t)a.c;
+    const uint16_t *const w_phase = (const uint16_t *)a.w + (int64_t)place.w_row * k;
 #pragma unroll 2
-    for (int i = t / 8; there && i < BM * 9; i += 16 * n_groups) {
+    for (int i = t / 8; there && i < BM * SIDE * SIDE; i += 16 * n_groups) {
         const int row = i % BM, tap = i / BM;
         const bool inside = live && row < a.m;
         const uint32_t from = (uint32_t)row * k + (uint32_t)(tap * a.c + 8 * vector);
         copy_async((u32x4 *)(w + (columns * tap + vector) * W_CHUNK) + row,
-                   (const u32x4 *)((const uint16_t *)a.w + (inside ? from : 0)), inside);
+                   (const u32x4 *)(w_phase + (inside ? from : 0)), inside);
     }
     if (a.w_ahead) launch_begin();
     launch_next();
     const int32_t frame_tiles = a.tiles_x * a.tiles_y;
-    const int32_t n_tiles = frame_tiles * a.y.ne[3], step = a.n_blocks * n_groups;
+    const int32_t n_blocks = a.n_blocks / PHASES;
+    const int32_t n_tiles = frame_tiles * a.y.ne[3], step = n_blocks * n_groups;
     const auto place_of_tile = [&](int32_t number) {
-        conv_place p;
+        conv_place p = place;
         p.frame = number / frame_tiles;
         const int32_t at = number - p.frame * frame_tiles, row = at / a.tiles_x;
         p.m0 = p.split = 0;
@@ -10256,30 +10305,28 @@ template <int BM> DEV void conv_lds_small(const rocq_k_conv_args &a) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const int q = own / 8 + 16 * i, py = q / PATCH_W;
-        offsets[i] = ((py - a.pad_y) >> a.upsample) * (int32_t)a.x.stride[1] +
-                     ((q - py * PATCH_W - a.pad_x) >> a.upsample) * (int32_t)a.x.stride[0] +
+        offsets[i] = ((py - place.pad_y) >> a.upsample) * (int32_t)a.x.stride[1] +
+                     ((q - py * PATCH_W - place.pad_x) >> a.upsample) * (int32_t)a.x.stride[0] +
                      (live ? 16 * vector : 0);
     }
     const auto load = [&](int32_t number, const conv_place &p, f16 *patch) {
         u32x4 *const to = (u32x4 *)(patch + vector * CONV_CHUNK) + own / 8;
-        const int32_t zx = p.ox0 - a.pad_x, zy = p.oy0 - a.pad_y;
-        const bool inner = zx >= 0 && zy >= 0 && zx + PATCH_W <= a.z_w &&
-                           zy + ROCQ_K_CONV_H + 2 <= a.z_h;
+        const int32_t zx = p.ox0 - p.pad_x, zy = p.oy0 - p.pad_y;
+        const bool inner =
+            zx >= 0 && zy >= 0 && zx + PATCH_W <= a.z_w && zy + PATCH_H <= a.z_h;
         if (number < n_tiles && there && inner) {
             const char *const from = (const char *)a.x.data + p.frame * a.x.stride[2] +
                                      (p.oy0 >> a.upsample) * a.x.stride[1] +
                                      (p.ox0 >> a.upsample) * a.x.stride[0];
 #pragma unroll
             for (int i = 0; i < PIECES; i++) {
-                if (16 * i + 15 >= ROCQ_K_CONV_PATCH && own / 8 >= ROCQ_K_CONV_PATCH - 16 * i) {
-                    break;
-                }
+                if (16 * i + 15 >= PATCH_N && own / 8 >= PATCH_N - 16 * i) break;
                 copy_async(to + 16 * i, (const u32x4 *)(from + offsets[i]), live);
             }
         } else if (number < n_tiles && there) {
             const conv_patch from = conv_patch_of(a, p, conv_step_of(a, 0));
 #pragma unroll 4
-            for (int q = own / 8; q < ROCQ_K_CONV_PATCH; q += 16) {
+            for (int q = own / 8; q < PATCH_N; q += 16) {
                 const conv_position at = conv_position_of(a, from, q);
                 const char *row = from.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
                 copy_async(to + q - own / 8, (const u32x4 *)row + (live ? vector : 0),
@@ -10288,9 +10335,8 @@ template <int BM> DEV void conv_lds_small(const rocq_k_conv_args &a) {
         }
         copies_close();
     };
-    const int32_t first = (int32_t)(a.common.block0 + block_index());
     const int32_t rounds = (n_tiles - first + step - 1) / step; // of group 0, which has most
-    int32_t number = first + group * a.n_blocks;
+    int32_t number = first + group * n_blocks;
     conv_place p = place_of_tile(number);
     load(number, p, patches);
     const conv_lds_own store = conv_lds_own_of<BM>(a, group, own);
@@ -10310,8 +10356,8 @@ template <int BM> DEV void conv_lds_small(const rocq_k_conv_args &a) {
         matmul_clear(sums.c);
         turn_take(group);
         if (has_tile) {
-            if (deep) conv_lds_multiply<4>(sums, w, patch);
-            else conv_lds_multiply<2>(sums, w, patch);
+            if (deep) conv_lds_multiply<4, SIDE>(sums, w, patch);
+            else conv_lds_multiply<2, SIDE>(sums, w, patch);
         }
         if (group < n_groups - 1) turn_pass(group + 1);
         else if (round + 1 < rounds) turn_pass(0);
@@ -10324,10 +10370,13 @@ template <int BM> DEV void conv_lds_small(const rocq_k_conv_args &a) {
     }
 }
 KERNEL_AHEAD(conv_lds_64, rocq_k_conv_args, 128 * ROCQ_K_CONV_LDS_GROUPS, ROCQ_K_CONV_LDS_GROUPS) {
-    if constexpr (WMMA_TILES) conv_lds_small<64>(a);
+    if constexpr (WMMA_TILES) {
+        if (a.folded) conv_lds_small<64, 2>(a);
+        else conv_lds_small<64, 3>(a);
+    }
 }
 KERNEL_AHEAD(conv_lds_16, rocq_k_conv_args, 128 * ROCQ_K_CONV_LDS_GROUPS, ROCQ_K_CONV_LDS_GROUPS) {
-    if constexpr (WMMA_TILES) conv_lds_small<16>(a);
+    if constexpr (WMMA_TILES) conv_lds_small<16, 3>(a);
 }
 
 // conv_lds_128: tiles of 128 channels, 64 for each of two groups of four waves, by 8 columns and
@@ -10369,7 +10418,7 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
 
     const uint32_t k = (uint32_t)(a.kt * n_taps * a.c);
     const uint32_t w_last = (uint32_t)(a.m - p.m0 < 128 ? a.m - p.m0 : 128) - 1;
-    const char *const w = (const char *)a.w + (int64_t)p.m0 * k * 2;
+    const char *const w = (const char *)a.w + (int64_t)(p.w_row + p.m0) * k * 2;
     uint32_t rows[4]; // bytes
 #pragma unroll
     for (int i = 0; i < 4; i++) {

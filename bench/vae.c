@@ -223,11 +223,16 @@ typedef struct convolving {
     rocq_graph *graph; // on a GPU, of CONV_REPEATS
 } convolving;
 
+static bool is_folded(const conv_case *s) { // as in examples/vae.h
+    return s->up == 2 && s->k == 3;
+}
+
 static rocq_result convolve(convolving *v) {
     const rocq_norm_stats_params stats = {.stats = &v->stats, .x = &v->x};
     rocq_conv_params p = {.y = &v->y, .w = &v->w, .x = &v->x, .bias = &v->bias};
     p.kw = p.kh = v->s.k;
     p.upsample = v->s.up;
+    p.folded = is_folded(&v->s);
     if (v->s.norm) {
         const rocq_result result = rocq_norm_stats(v->b->ctx, &stats);
         if (result != ROCQ_OK) return result;
@@ -258,14 +263,14 @@ static rocq_result open_conv(convolving *v) {
     const rocq_format format = v->b->gpu ? ROCQ_F16 : ROCQ_F32;
     const int64_t in = s->size / s->up, k = (int64_t)s->c * s->k * s->k;
     const int64_t x_ne[4] = {s->c, in, in, 1}, y_ne[4] = {s->m, s->size, s->size, 1},
-                  w_ne[2] = {k, s->m};
+                  w_ne[3] = {is_folded(s) ? k / 9 * 4 : k, s->m, is_folded(s) ? 4 : 1};
     const int64_t m_ne[1] = {s->m}, c_ne[1] = {s->c}, stats_ne[3] = {2, s->norm ? 32 : 1, 1};
     const struct {
         rocq_tensor *t;
         rocq_format format;
         int32_t n_dims;
         const int64_t *ne;
-    } all[] = {{&v->x, format, 4, x_ne}, {&v->y, format, 4, y_ne}, {&v->w, ROCQ_F16, 2, w_ne},
+    } all[] = {{&v->x, format, 4, x_ne}, {&v->y, format, 4, y_ne}, {&v->w, ROCQ_F16, 3, w_ne},
                {&v->bias, ROCQ_F32, 1, m_ne}, {&v->norm_weight, ROCQ_F32, 1, c_ne},
                {&v->norm_bias, ROCQ_F32, 1, c_ne}, {&v->stats, ROCQ_F32, 3, stats_ne}};
     rocq_arena arena;

@@ -136,12 +136,13 @@ typedef struct vae_conv {
     const char *why;
     float gain, bias_gain;      // of w and bias, see vae__set_gains
     float eps_gain;             // of what the norm reads
-    rocq_tensor w;              // [C k k kt, M]
+    rocq_tensor w;              // [C k k kt, M], or folded [C 2 2 kt, M, 4], see rocq_conv_params
     rocq_tensor vectors[VAE__VECTORS]; // bias [M], of what is read norm_weight and norm_bias [C]
     int32_t c, m, k, kt;
     int32_t stride, upsample, pad; // pad: zeros left of and above
     int32_t norm;
     rocq_activation before, after;
+    bool folded;
     bool same_input;            // as the convolution before, so its statistics too
     rocq_tensor stats, moments; // GROUP_NORM: [2, G, N], [3, G, N]
     rocq_tensor cache;          // kt > 1: the last frames read of a tile, [C, w, h, kt - 1]

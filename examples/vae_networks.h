@@ -387,6 +387,19 @@ static rocq_format vae__weight_format(const vae_model *m, rocq_format file, int6
     return info->block_elems > 1 && k % info->block_elems != 0 ? ROCQ_F16 : file;
 }
 
+// Where positions are doubled, taps that read the same one are added up when the weights are loaded:
+// 4 of 9 products are left. Sums of BF16 weights would lose bits that those have in F32, in which
+// the CPU multiplies; F16 is what a GPU multiplies in anyway.
+static void vae__choose_folded(const vae_model *m, vae_conv *conv) {
+    const bool halves = conv->format == ROCQ_F16 || conv->format == ROCQ_BF16;
+    conv->folded = conv->upsample == 2 && conv->k == 3 && conv->stride == 1 &&
+                   conv->entry->n_dims != 2 && // else taps may be in rocq_conv's order already
+                   (conv->format == ROCQ_F32 || conv->format == ROCQ_F16 || (halves && !m->gpu));
+    if (!conv->folded || !halves || m->gpu) return;
+    conv->format = ROCQ_F32;
+    conv->why = "F32, in which taps that read the same position are added up";
+}
+
 // Adds a convolution to the network: finds its tensors and checks their shapes.
 static rocq_result vae__add_conv(vae_model *m, vae__builder *b, const vae__spec *s) {
     char name[128];
@@ -428,6 +441,7 @@ static rocq_result vae__add_conv(vae_model *m, vae__builder *b, const vae__spec 
     conv->follower = -1;
     conv->entry = e;
     conv->format = vae__weight_format(m, e->format, c * s->k * s->k * s->kt, &conv->why);
+    vae__choose_folded(m, conv);
     if (s->norm) {
         snprintf(name, sizeof name, "%s.bias", s->norm);
         VAE__TRY(vae__vector(m, b, s->norm, ".weight", c, &vectors[VAE__NORM_WEIGHT]));
@@ -825,7 +839,7 @@ static rocq_result vae__fill_weight(vae_model *m, const vae_conv *conv) {
     const bool block = rocq_get_format_info(e->format)->block_elems > 1;
     unsigned char *raw;
     float *values = NULL;
-    const int64_t n = rocq_tensor_count(&conv->w);
+    const int64_t n = (int64_t)conv->c * conv->k * conv->k * conv->kt * conv->m;
     const int64_t part = e->size / (conv->n_parts > 0 ? conv->n_parts : 1);
     const bool in_order = e->n_dims == 2; // rows of matrices have their channels innermost already
     VAE__TRY(vae__allocate(m, &raw, (size_t)e->size));
@@ -833,7 +847,8 @@ static rocq_result vae__fill_weight(vae_model *m, const vae_conv *conv) {
     rocq_result result = vae__read(m, &m->file, e, raw);
     rocq_conv_weights_params fill = {.w = &conv->w, .src = src, .src_format = e->format,
                                      .src_size = part, .kw = in_order ? 1 : conv->k,
-                                     .kh = in_order ? 1 : conv->k, .kt = in_order ? 1 : conv->kt};
+                                     .kh = in_order ? 1 : conv->k, .kt = in_order ? 1 : conv->kt,
+                                     .folded = conv->folded};
     if (result == ROCQ_OK && (conv->gain != 1 || (block && conv->format != e->format))) {
         result = vae__allocate(m, &values, (size_t)n * sizeof *values);
         if (result == ROCQ_OK) result = rocq_dequantize(e->format, values, src, n);
@@ -891,9 +906,9 @@ static rocq_result vae__place(vae_model *m, const vae_net *net, int32_t n_stream
                                         v == VAE__BIAS ? c->m : c->c));
             }
             if (pass == 0 ? c->streamed : !c->streamed || of != net) continue;
-            const int64_t k = (int64_t)c->c * c->k * c->k * c->kt;
+            const int64_t k = (int64_t)c->c * (c->folded ? 4 : c->k * c->k) * c->kt;
             rocq_tensor *w = buffer ? &c->w : &ignored;
-            VAE__TRY(rocq_tensor_2d(&arena, w, c->format, k, c->m));
+            VAE__TRY(rocq_tensor_3d(&arena, w, c->format, k, c->m, c->folded ? 4 : 1));
             if (m->gpu && rocq_get_format_info(c->format)->block_elems > 1) {
                 w->layout = ROCQ_LAYOUT_PLANAR;
             }

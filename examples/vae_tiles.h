@@ -229,7 +229,8 @@ static rocq_result vae__conv(vae_model *m, vae_conv *c, const vae__value *x, con
         .norm_weight = vectors[VAE__NORM_WEIGHT],
         .norm_bias = vectors[VAE__NORM_BIAS],
         .kw = c->k, .kh = c->k, .kt = c->kt, .stride = c->stride, .upsample = c->upsample,
-        .pad_x = pad[0], .pad_y = pad[1], .x_activation = c->before, .activation = c->after,
+        .folded = c->folded, .pad_x = pad[0], .pad_y = pad[1],
+        .x_activation = c->before, .activation = c->after,
         .x_scale = wide ? 1.0f / 64 : 0, .precision = m->options.precision,
         .whole_sums = m->plan.whole_sums};
     if (m->last_conv >= 0) m->net->convs[m->last_conv].follower = index;

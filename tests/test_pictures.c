@@ -46,7 +46,7 @@ typedef struct conv_case {
     int64_t c, w, h, m, ow, oh, frames, past;           // frames of y; of x before those
     int stats, residual;
     int64_t groups;
-    bool norm_weight, norm_bias, bias;
+    bool norm_weight, norm_bias, bias, folded;
     rocq_activation x_activation, activation;
     rocq_format w_format, x_format, y_format, residual_format;
     box_layout w_layout, x_layout, y_layout;
@@ -85,10 +85,11 @@ static conv_problem conv_make(const conv_case *s) {
     conv_problem a;
     memset(&a, 0, sizeof a);
     a.s = *s;
-    const int64_t taps = at_least_1(s->kw) * at_least_1(s->kh) * at_least_1(s->kt);
+    const int64_t taps = s->folded ? 4 * at_least_1(s->kt)
+                                   : at_least_1(s->kw) * at_least_1(s->kh) * at_least_1(s->kt);
     const int64_t k = s->c * taps, x_frames = s->frames + s->past;
     a.x = box_random(s->x_layout, s->x_format, 1, s->c, s->w, s->h, x_frames);
-    a.w = box_make(s->w_layout, s->w_format, k, s->m, 1, 1);
+    a.w = box_make(s->w_layout, s->w_format, k, s->m, s->folded ? 4 : 1, 1);
     random_weights(&a.w);
     a.bias = s->bias ? box_random(BOX_PLAIN, ROCQ_F32, 1, s->m, 1, 1, 1) : no_box();
     a.norm_weight = s->norm_weight ? box_random(BOX_PLAIN, ROCQ_F32, 1, s->c, 1, 1, 1) : no_box();
@@ -130,7 +131,7 @@ static void conv_set_params(conv_problem *a) {
         .norm_weight = s->norm_weight ? &a->norm_weight.t : NULL,
         .norm_bias = s->norm_bias ? &a->norm_bias.t : NULL,
         .kw = s->kw, .kh = s->kh, .kt = s->kt, .stride = s->stride, .upsample = s->upsample,
-        .pad_x = s->pad_x, .pad_y = s->pad_y,
+        .folded = s->folded, .pad_x = s->pad_x, .pad_y = s->pad_y,
         .x_activation = s->x_activation, .activation = s->activation};
     a->p = p;
 }
@@ -169,11 +170,18 @@ static int32_t padding(int32_t pad, int32_t taps) {
     return pad == 0 ? (taps - 1) / 2 : pad == -1 ? 0 : pad;
 }
 
+static int64_t half_down(int64_t n) { return n >= 0 ? n / 2 : -((1 - n) / 2); }
+
+// Of folded weights, whose values are random and no sums of others: position (ox, oy) of y has the
+// kernel for whether its first tap reads the first or the second copy of a position of x, and two
+// taps in each direction, from that position on.
 static void conv_reference(conv_problem *a) {
     const conv_case *s = &a->s;
-    const int32_t up = at_least_1(s->upsample), stride = at_least_1(s->stride);
-    const int32_t kw = at_least_1(s->kw), kh = at_least_1(s->kh), kt = at_least_1(s->kt);
-    const int32_t pad_x = padding(s->pad_x, kw), pad_y = padding(s->pad_y, kh);
+    const int32_t up = s->folded ? 1 : at_least_1(s->upsample), stride = at_least_1(s->stride);
+    const int32_t kw = s->folded ? 2 : at_least_1(s->kw), kh = s->folded ? 2 : at_least_1(s->kh);
+    const int32_t kt = at_least_1(s->kt);
+    const int32_t pad_x = padding(s->pad_x, at_least_1(s->kw));
+    const int32_t pad_y = padding(s->pad_y, at_least_1(s->kh));
     double *z = doubles(a->x.count), *size = doubles(a->x.count);
     conv_reference_z(a, z, size);
     a->want = doubles(a->y.count);
@@ -182,16 +190,22 @@ static void conv_reference(conv_problem *a) {
         const int64_t m = i % s->m, ox = i / s->m % s->ow, oy = i / s->m / s->ow % s->oh,
                       ot = i / s->m / s->ow / s->oh;
         double sum = 0, terms = 0;
+        int64_t x0 = ox * stride - pad_x, y0 = oy * stride - pad_y, kernel = 0;
+        if (s->folded) {
+            kernel = (x0 & 1) + 2 * (y0 & 1);
+            x0 = half_down(x0);
+            y0 = half_down(y0);
+        }
         for (int32_t f = 0; f < kt; f++) {
             // the last tap of the last frame of y is the last frame of x
             const int64_t it = s->frames + s->past - 1 - (s->frames - 1 - ot) - (kt - 1 - f);
             for (int32_t j = 0; j < kh && it >= 0; j++) {
-                const int64_t iy = oy * stride + j - pad_y;
+                const int64_t iy = y0 + j;
                 for (int32_t t = 0; t < kw && iy >= 0 && iy < s->h * up; t++) {
-                    const int64_t ix = ox * stride + t - pad_x;
+                    const int64_t ix = x0 + t;
                     if (ix < 0 || ix >= s->w * up) continue;
                     const int64_t from = ((it * s->h + iy / up) * s->w + ix / up) * s->c;
-                    const double *w = a->w.value + a->w.t.ne[0] * m +
+                    const double *w = a->w.value + a->w.t.ne[0] * (m + s->m * kernel) +
                                       s->c * (t + kw * (j + (int64_t)kh * f));
                     for (int64_t c = 0; c < s->c; c++) {
                         sum += w[c] * z[from + c];
@@ -378,6 +392,69 @@ static conv_case plain_case(int64_t c, int64_t m, int64_t w, int64_t h, int32_t 
     const conv_case s = {.kw = taps, .kh = taps, .c = c, .w = w, .h = h, .m = m, .ow = w, .oh = h,
                          .frames = 1};
     return s;
+}
+
+static void conv_with_folded_weights(void **state) {
+    (void)state;
+    random_state = 20;
+    for (int i = 0; i < 40; i++) {
+        int o[N_OPTIONS];
+        for (int a = 0; a < N_OPTIONS; a++) o[a] = (int)random_below(n_values[a]);
+        o[O_KERNEL] = i % 2 ? 2 : 7; // 3 x 3 taps, in 1 or 3 frames
+        o[O_STRIDE] = i % 3 == 0;
+        o[O_UPSAMPLE] = 2;
+        conv_case s = case_of(o);
+        s.folded = true;
+        conv_solve(&s);
+    }
+}
+
+// What rocq_conv_weights adds up: folded weights give what the three taps give, but for the
+// rounding of F32 sums. At every padding, so that y begins in either phase.
+static void folding_changes_only_the_rounding(void **state) {
+    (void)state;
+    random_state = 21;
+    for (int option = 0; option < 18; option++) {
+        const int32_t pad_x = option % 3 - 1, pad_y = option / 3 % 3 - 1, kt = option < 9 ? 1 : 2;
+        const int64_t c = 12, m = 19, n = c * m * kt;
+        conv_case s = plain_case(c, m, 9, 6, 3);
+        s.kt = kt;
+        s.frames = 2;
+        s.upsample = 2;
+        s.pad_x = pad_x > 0 ? 2 : pad_x;
+        s.pad_y = pad_y > 0 ? 2 : pad_y;
+        s.ow = conv_size(s.w, 2, 1, 3, s.pad_x, 1);
+        s.oh = conv_size(s.h, 2, 1, 3, s.pad_y, 0);
+        conv_problem a = conv_make(&s), b;
+        s.folded = true;
+        b = conv_make(&s);
+        memcpy(b.x.memory, a.x.memory, (size_t)a.x.size);
+        float *src = (float *)malloc((size_t)(9 * n) * sizeof *src);
+        assert_non_null(src);
+        for (int64_t i = 0; i < 9 * n; i++) src[i] = random_normal();
+        rocq_conv_weights_params fill = {.w = &a.w.t, .src = src, .src_format = ROCQ_F32,
+                                         .src_size = 36 * n, .kw = 3, .kh = 3, .kt = kt};
+        assert_int_equal(rocq_conv_weights(contexts[1][0], &fill), ROCQ_OK);
+        fill.w = &b.w.t;
+        fill.folded = true;
+        assert_int_equal(rocq_conv_weights(contexts[1][0], &fill), ROCQ_OK);
+        conv_set_params(&a);
+        conv_set_params(&b);
+        box *y_a = &a.y, *y_b = &b.y;
+        run(1, ROCQ_OP_CONV, &a.p, &y_a, 1);
+        run(1, ROCQ_OP_CONV, &b.p, &y_b, 1);
+        box_read(&a.y);
+        box_read(&b.y);
+        for (int64_t i = 0; i < a.y.count; i++) {
+            if (!(fabs(a.y.value[i] - b.y.value[i]) <= 1e-4)) {
+                fail_msg("option %d, element %lld: %.9g, folded %.9g", option, (long long)i,
+                         a.y.value[i], b.y.value[i]);
+            }
+        }
+        free(src);
+        conv_free(&a);
+        conv_free(&b);
+    }
 }
 
 // Pictures larger than a tile of the op, in the shapes of image decoders.
@@ -705,6 +782,8 @@ static void conv_weights_are_reordered(void **state) {
         REFUSED(p.kw = 8, ROCQ_E_ARGUMENT);
         REFUSED(p.kh = -1, ROCQ_E_ARGUMENT);
         REFUSED((p.kw = 7, p.kh = 7, p.kt = 7), ROCQ_E_SHAPE);
+        REFUSED((p.folded = true, p.kw = 1), ROCQ_E_ARGUMENT);
+        REFUSED((p.folded = true, p.kw = p.kh = 3), ROCQ_E_SHAPE); // w has one kernel
         REFUSED(w.t.ne[2] = 2, ROCQ_E_BOUNDS);
         REFUSED(w.t.stride[1] += 256, ROCQ_E_BOUNDS);
         assert_int_equal(rocq_conv_weights(ctx, NULL), ROCQ_E_ARGUMENT);
@@ -1079,6 +1158,13 @@ static void conv_refuses(void **state) {
     NO(p.x_scale = INFINITY, ROCQ_E_ARGUMENT);
     NO(p.kw = 5, ROCQ_E_SHAPE);      // w has other taps
     NO(p.kt = 1, ROCQ_E_SHAPE);
+    NO(p.folded = true, ROCQ_E_ARGUMENT); // without upsample 2
+    NO((p.folded = true, p.upsample = 2), ROCQ_E_SHAPE); // w is not
+    NO((p.folded = true, p.upsample = 2, p.stride = 2), ROCQ_E_ARGUMENT);
+    NO((p.folded = true, p.upsample = 2, p.kw = 5), ROCQ_E_ARGUMENT);
+    NO((p.folded = true, p.upsample = 2, p.kh = 1), ROCQ_E_ARGUMENT);
+    NO(a.w.t.ne[2] = 4, ROCQ_E_BOUNDS); // four kernels, but not folded
+    a.w.t = w;
     NO(p.x = &wide.t, ROCQ_E_SHAPE); // other channels
     NO(p.stats = NULL, ROCQ_E_ARGUMENT); // but a weight and a bias of the norm
     NO(p.bias = good.norm_weight, ROCQ_E_SHAPE);
@@ -1245,7 +1331,7 @@ static void agrees_with_torch(void **state) {
         skip();
     }
     FILE *f = fopen(path, "rb");
-    int n_cases = 0;
+    int n_cases = 0, n_folded = 0;
     assert_non_null(f);
     int32_t o[16]; // kind, taps (w, h, t), stride, upsample, pads, groups, activations
     while (fread(o, sizeof *o, 16, f) == 16) {
@@ -1261,19 +1347,23 @@ static void agrees_with_torch(void **state) {
             }
         } else {
             const int64_t m = want.t.ne[0], k = x.t.ne[0] * o[1] * o[2] * o[3];
+            const bool folded = o[1] == 3 && o[2] == 3 && o[4] == 1 && o[5] == 2;
+            n_folded += folded;
             float *weights = torch_floats(f, m * k);
-            box w = box_make(BOX_PLAIN, ROCQ_F32, k, m, 1, 1), bias = torch_box(f);
+            box w = box_make(BOX_PLAIN, ROCQ_F32, folded ? k / 9 * 4 : k, m, folded ? 4 : 1, 1);
+            box bias = torch_box(f);
             box gain = torch_box(f), shift = torch_box(f);
             box stats = box_make(BOX_PLAIN, ROCQ_F32, 2, o[8] ? o[8] : 1, x.t.ne[3], 1);
             const rocq_conv_weights_params load = {
                 .w = &w.t, .src = weights, .src_format = ROCQ_F32,
-                .src_size = m * k * (int64_t)sizeof(float), .kw = o[1], .kh = o[2], .kt = o[3]};
+                .src_size = m * k * (int64_t)sizeof(float), .kw = o[1], .kh = o[2], .kt = o[3],
+                .folded = folded};
             const rocq_norm_stats_params norm = {.stats = &stats.t, .x = &x.t, .eps = 1e-5f};
             const rocq_conv_params p = {
                 .y = &y.t, .w = &w.t, .x = &x.t, .bias = &bias.t,
                 .stats = o[8] ? &stats.t : NULL, .norm_weight = o[8] ? &gain.t : NULL,
                 .norm_bias = o[8] ? &shift.t : NULL, .kw = o[1], .kh = o[2], .kt = o[3],
-                .stride = o[4], .upsample = o[5], .pad_x = o[6], .pad_y = o[7],
+                .stride = o[4], .upsample = o[5], .folded = folded, .pad_x = o[6], .pad_y = o[7],
                 .x_activation = (rocq_activation)o[9], .activation = (rocq_activation)o[10]};
             for (int simd = 0; simd < 2; simd++) {
                 rocq_ctx *ctx = contexts[simd][1];
@@ -1288,12 +1378,14 @@ static void agrees_with_torch(void **state) {
         boxes_free(&x, &y, &want);
     }
     fclose(f);
-    assert_true(n_cases >= 20);
+    assert_true(n_cases >= 20 && n_folded >= 2);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(conv_in_all_pairs_of_options),
+        cmocka_unit_test(conv_with_folded_weights),
+        cmocka_unit_test(folding_changes_only_the_rounding),
         cmocka_unit_test(conv_of_larger_pictures),
         cmocka_unit_test(conv_keeps_nan_where_it_is),
         cmocka_unit_test(tiles_are_the_whole),
