@@ -21121,7 +21121,7 @@ static void rocq__conv_launch_ahead(rocq__job *job, int kernel, int groups, cons
     args->w_ahead = gpu->conv_at > 0 && gpu->conv_at == gpu->n_launched &&
                     !rocq__ranges_cross(gpu->conv_y, rocq__range_of(w));
     rocq__job_launch(job, kernel, args->n_blocks, 1, 128 * groups, args);
-    if (job->planning) return;
+    if (job->planning || job->result != ROCQ_OK) return; // nothing was launched
     gpu->conv_ahead = args->w_ahead;
     gpu->conv_y = rocq__range_of(y);
     gpu->conv_at = gpu->n_launched;
@@ -24275,6 +24275,7 @@ static rocq_result rocq__subgraph_capture(rocq_ctx *ctx, rocq__node *subgraph) {
     if (error == 0) {
         result = rocq__subgraph_launch(ctx, subgraph);
         error = hip->capture_end(gpu->stream, &captured);
+        gpu->conv_at = 0; // the launches are in the graph, none of them is on the stream yet
     }
     if (error == 0 && result == ROCQ_OK) {
         error = hip->graph_instantiate(&subgraph->exec, captured, NULL, NULL, 0);

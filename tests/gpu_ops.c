@@ -1860,6 +1860,15 @@ static void check_conv_ahead(void) {
         assert_int_equal(rocq_conv(gpu, &to_w), ROCQ_OK);
         rocq_plan_end(gpu);
     }
+    // A graph that is recorded launches nothing: the launch ahead is the one that writes w[0].
+    rocq_graph *graph;
+    assert_int_equal(rocq_scale(gpu, &scale), ROCQ_OK);
+    assert_int_equal(rocq_graph_begin(gpu), ROCQ_OK);
+    assert_int_equal(rocq_conv(gpu, &to_z), ROCQ_OK);
+    assert_int_equal(rocq_graph_end(gpu, &graph), ROCQ_OK);
+    assert_int_equal(rocq_conv(gpu, &to_y), ROCQ_OK);
+    assert_false(gpu->gpu->conv_ahead);
+    rocq_graph_destroy(gpu, &graph);
     assert_int_equal(rocq_sync(gpu), ROCQ_OK);
     rocq_buffer_free(gpu, &memory);
 }
