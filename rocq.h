@@ -990,11 +990,13 @@ typedef enum rocq_layout {
                           // divides the row's length, at most 128, with the elements
                           // (-1)^(number of bits in i & j) / sqrt(B). rope_append, attention and
                           // cast take it. Rows cannot be cut
-    ROCQ_LAYOUT_INTERLEAVED // matrices of Q4_0 Q8_0 Q4_K Q5_K Q6_K on the CPU, [K, N], N a multiple
-                          // of 16: 16 rows lie side by side, which AVX-512 multiplies up to 1.8
-                          // times as fast (>>cpu_quant has a picture). Same size. rocq_gguf_load
-                          // and rocq_upload make it; matmul, its backward, gather and cast
-                          // (as x) take it. Such a tensor cannot be cut, reshaped or downloaded
+    ROCQ_LAYOUT_INTERLEAVED // matrices of Q4_0 Q8_0 Q4_K Q5_K Q6_K on the CPU, [K, N, B2, B3], N a
+                          // multiple of 16 (else E_SHAPE), without gaps: 16 rows lie side by side,
+                          // which AVX-512 multiplies up to 1.8 times as fast (>>cpu_quant has a
+                          // picture). Same size. rocq_gguf_load and rocq_upload make it. matmul,
+                          // its backward, gather and cast take it as w, table and x; all else, and
+                          // a GPU, gives E_UNSUPPORTED. Such a tensor cannot be cut, reshaped or
+                          // downloaded; a cast to its own format gives the layout of the file
 } rocq_layout;
 
 // Up to four dimensions over a part of a buffer. A tensor never owns memory, so it can be copied,
@@ -4709,6 +4711,7 @@ static bool rocq__extent(const rocq_tensor *t, int64_t *extent) {
     return rocq__add(last, t->ne[0], &last) && rocq__mul(last / elems, bytes, extent);
 }
 
+// Address of element 0, on the host or the device.
 static uint64_t rocq__address(const rocq_tensor *t) {
     return (t->buffer.host ? (uint64_t)(uintptr_t)t->buffer.host : t->buffer.device.address) +
            (uint64_t)t->offset;
@@ -4775,7 +4778,7 @@ ROCQ_DEF rocq_result rocq_tensor_from_host(rocq_tensor *tensor, void *data, rocq
     return rocq_tensor_init(tensor, &buffer, 0, format, n_dims, ne);
 }
 
-// Whether the layout is that of the tensor as a whole, so that no part of it is a tensor.
+// Whether the layout mixes the bytes of all rows, or of 16, so that no part of t is a tensor.
 static bool rocq__is_whole(const rocq_tensor *t) {
     return t->layout == ROCQ_LAYOUT_PLANAR || t->layout == ROCQ_LAYOUT_INTERLEAVED;
 }
@@ -6841,10 +6844,11 @@ static void rocq__row_interleaved(unsigned char *dst, const rocq_tensor *t, int6
     }
 }
 
-// Groups of 16 rows that threads interleave: of a matrix of rows without gaps.
+// What threads interleave, an item being a group of 16 rows: rows of t, without gaps, at src, which
+// go to dst. Both may begin in the middle of t.
 typedef struct rocq__interleaving {
-    const rocq_tensor *t;
-    unsigned char *dst; // of the first group
+    const rocq_tensor *t; // for its format and the length of its rows
+    unsigned char *dst;
     const unsigned char *src;
 } rocq__interleaving;
 
@@ -8033,8 +8037,8 @@ static int64_t rocq__load_piece(const rocq__loading *load, const rocq__entry *en
     return ROCQ__MAX(piece / group, 1) * group;
 }
 
-// Reads n bytes of an entry, from byte `at` of it on. What is to be interleaved and not in memory
-// is read into `rows` first.
+// Loads n bytes of an entry, from byte `at` of it on. In ROCQ_LAYOUT_INTERLEAVED these are whole
+// groups of 16 rows, which are read into `rows` first unless the file is in memory.
 static bool rocq__load_read(rocq__loading *load, const rocq__source *source,
                             const rocq__entry *entry, int64_t at, int64_t n, unsigned char *rows) {
     unsigned char *dst = (unsigned char *)rocq_tensor_data(&entry->t) + at;
@@ -9758,7 +9762,7 @@ static ROCQ__SIMD void rocq__multiply_simd(float *x, const float *y, int64_t n) 
 
 enum {
     ROCQ__MM_ROWS = 8,      // of a panel
-    ROCQ__MM_PAIR = 2 * ROCQ__MM_ROWS, // the rows that ROCQ_LAYOUT_INTERLEAVED has side by side
+    ROCQ__MM_PAIR = 2 * ROCQ__MM_ROWS, // as many as ROCQ__SIDE_BY_SIDE
     ROCQ__MM_PANELS = 8,    // of a tile
     ROCQ__MM_PAIRS = ROCQ__MM_PANELS / 2,
     ROCQ__MM_TILE_M = ROCQ__MM_ROWS * ROCQ__MM_PANELS,
@@ -9767,8 +9771,9 @@ enum {
     ROCQ__MM_L2_AHEAD = 32768, // bytes ahead that a pass prefetches into L2
     ROCQ__MM_STREAM = 16384,   // least bytes of one of the streams in which w is read
     ROCQ__MM_STREAM_AHEAD = 512, // bytes ahead that a pass prefetches in each of them
-    ROCQ__MM_STREAMS = 4,      // streams in which interleaved rows are read, each prefetched
-    ROCQ__MM_NEAR = 2048,      // so many bytes ahead, or a block of 16 rows if that is more
+    ROCQ__MM_STREAMS = 4,      // most streams in which interleaved rows are read
+    ROCQ__MM_NEAR = 2048,      // bytes ahead that a pass prefetches in each of these, or the bytes
+                               // of a block of 16 rows if those are more
     ROCQ__MM_AHEAD = 131072,   // most bytes that a waiting thread prefetches: 1/16 to 1/4 of L2
     ROCQ__MM_PASS_ROWS = 4096, // of a lone column: so many go through the epilogue at once
     ROCQ__MM_FEW = 16       // up to so many columns w is read in order: see rocq__mm_sums
@@ -9786,7 +9791,8 @@ typedef struct rocq__mm_pair {
 typedef struct rocq__mm_work {
     float sums[ROCQ__MM_TILE_N][ROCQ__MM_TILE_M];
     float rows[ROCQ__MM_ROWS][ROCQ__MM_SEGMENT]; // F32 panel
-    unsigned char plain[ROCQ__MM_ROWS][34 * ROCQ__MM_SEGMENT / 32]; // rows that lay interleaved
+    // Segments of interleaved rows in the file's layout: at most 34 bytes for 32 elements (Q8_0).
+    unsigned char plain[ROCQ__MM_ROWS][34 * ROCQ__MM_SEGMENT / 32];
     rocq__mm_pair pairs[ROCQ__MM_PAIRS]; // only the first is used, unless a tile's are multiplied
                                          // at once
 } rocq__mm_work;
@@ -9825,8 +9831,8 @@ typedef struct rocq__mm_rows {
     int64_t ahead;            // bytes from at[r] to what is prefetched: the next segment or panel
     int64_t l2_ahead;         // not 0: a pass also prefetches into L2, so many bytes ahead
     int64_t row_ahead;        // not 0: a pass prefetches so many bytes ahead in each row
-    int32_t n_streams;        // a pass of interleaved rows: 16 of them at each of so many addresses
-    int64_t apart;            // and rows from those of one to those of the next
+    int32_t n_streams;        // a pass of interleaved rows: at[0] to at[n_streams - 1] point to 16
+    int64_t apart;            // rows each; and the number of rows from those of one to the next's
     const rocq__codec *codec; // INT8 only: w's,
     int64_t n_blocks;         // and the segment's blocks per row
     rocq__take_book take_book; // AVX2, formats with a codebook: unpacks a block
@@ -9877,8 +9883,8 @@ typedef struct rocq__mm {
     rocq__mm_pass pass;           // or NULL
     rocq__mm_pass wide_pass;      // of both panels of a pair at once, or NULL
     bool fetch_l2;                // see rocq__mm_column_sums
-    bool side_by_side;            // w is in ROCQ_LAYOUT_INTERLEAVED
-    bool interleaved;             // the F32 panel is one of rocq__dot_panel
+    bool interleaved;             // w is in ROCQ_LAYOUT_INTERLEAVED
+    bool eights;                  // F32 panels are [k / 8][row][8], as rocq__dot_panel wants them
     rocq__mm_dot_float dot_f32;   // of rows in F32
     rocq__mm_dot_float dot_as_is; // of rows in w's format, or NULL
 } rocq__mm;
@@ -10545,8 +10551,8 @@ static void rocq__dot_panel_avx512(float (*sums)[ROCQ__MM_TILE_M], const rocq__m
 
 // Decodes k elements of a row to dst, its place in such a panel, and pads them to a multiple of
 // eight. ahead: as in rocq__mm_rows.
-ROCQ__SIMD static void rocq__interleave_row(float *dst, rocq_format format,
-                                            const unsigned char *src, int64_t k, int64_t ahead) {
+ROCQ__SIMD static void rocq__decode_eights(float *dst, rocq_format format,
+                                           const unsigned char *src, int64_t k, int64_t ahead) {
     float strip[ROCQ__MM_SEGMENT];
     if (k % 8 != 0 || (format != ROCQ_F32 && format != ROCQ_F16 && format != ROCQ_BF16)) {
         rocq__decode(true, format, strip, src, k);
@@ -12116,9 +12122,9 @@ static void rocq__mm_choose_vnni(rocq__mm *mm, bool is_signed) {
     if (is_signed) mm->offset = 128;
     switch (mm->w->format) {
 #define ROCQ__X(NAME, name) \
-    case ROCQ_##NAME:                                                      \
-        mm->pack_pair = mm->side_by_side ? rocq__pack_##name##_interleaved \
-                                         : rocq__pack_##name##_avx512;     \
+    case ROCQ_##NAME:                                                     \
+        mm->pack_pair = mm->interleaved ? rocq__pack_##name##_interleaved \
+                                        : rocq__pack_##name##_avx512;     \
         break;
         ROCQ__MM_FILL(ROCQ__X)
 #undef ROCQ__X
@@ -12167,7 +12173,7 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
 #undef ROCQ__X
     default: return;
     }
-    if (mm->side_by_side && !mm->avx512) mm->pass = NULL;
+    if (mm->interleaved && !mm->avx512) mm->pass = NULL;
     if (!mm->pass || !(mm->avx512 || mm->avx_vnni)) return;
     switch (mm->w->format) {
 #define ROCQ__X(NAME, name, raise, depth)                        \
@@ -12190,7 +12196,7 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
 #undef ROCQ__X
     default: break;
     }
-    if (!mm->side_by_side) return;
+    if (!mm->interleaved) return;
     switch (mm->w->format) {
 #define ROCQ__X(NAME, name) \
     case ROCQ_##NAME: mm->wide_pass = rocq__pass_##name##_interleaved; break;
@@ -12226,7 +12232,7 @@ static void rocq__mm_choose_float(rocq__mm *mm) {
     if (mm->avx512 && !few) {
         mm->dot_f32 = rocq__dot_panel_avx512;
         mm->dot_as_is = NULL;
-        mm->interleaved = true;
+        mm->eights = true;
     }
 #endif
 }
@@ -12244,10 +12250,10 @@ static void rocq__mm_panel_float(const rocq__mm *mm, rocq__mm_work *work,
     rocq__mm_rows floats;
     floats.ahead = 0;
 #if ROCQ__HAS_AVX2
-    if (mm->interleaved) {
+    if (mm->eights) {
         const int64_t next = ROCQ__MM_ROWS * rocq__bytes(format, mm->w->stride[1]); // panel
         for (int r = 0; r < ROCQ__MM_ROWS; r++) {
-            rocq__interleave_row(work->rows[0] + 8 * r, format, rows->at[r], k, next);
+            rocq__decode_eights(work->rows[0] + 8 * r, format, rows->at[r], k, next);
         }
         floats.at[0] = (const unsigned char *)work->rows;
         mm->dot_f32(sums, &floats, padded, x, column_floats, n);
@@ -12266,27 +12272,28 @@ static void rocq__mm_panel_float(const rocq__mm *mm, rocq__mm_work *work,
     mm->dot_f32(sums, &floats, padded, x, column_floats, n);
 }
 
-// Where `row` would be a row of w, had w the file's layout: the index of that row, counted through
-// all matrices of w.
+// The product addresses rows as if w had the file's layout. The index, counted through all matrices
+// of w, of the row that would then be at `row`.
 static int64_t rocq__mm_row_index(const rocq__mm *mm, const unsigned char *row) {
     return (row - rocq__row(mm->w, 0, 0, 0)) / rocq__bytes(mm->w->format, mm->w->stride[1]);
 }
 
-// The 16 rows side by side that have this one among them, `start` bytes into each.
+// Where the blocks of the 16 interleaved rows that this one is among lie, `start` bytes into each
+// row. `row` is an address as in rocq__mm_row_index; `start` is that of a block.
 static const unsigned char *rocq__mm_sixteen(const rocq__mm *mm, const unsigned char *row,
                                              int64_t start) {
     const int64_t beyond = rocq__mm_row_index(mm, row) % ROCQ__SIDE_BY_SIDE;
     return row - beyond * rocq__bytes(mm->w->format, mm->w->stride[1]) + ROCQ__SIDE_BY_SIDE * start;
 }
 
-// Points rows->at at elements first .. first + k of eight rows. Rows that lie side by side are
-// copied first, for the decoders of one row.
+// Points rows->at at elements first .. first + k - 1 of eight rows. Interleaved rows are copied to
+// work->plain in the file's layout first, which the decoders of single rows read.
 static void rocq__mm_rows_at(const rocq__mm *mm, rocq__mm_work *work, rocq__mm_rows *rows,
                              const unsigned char *const *row, int64_t first, int64_t k) {
     const rocq_format format = mm->w->format;
     const int64_t start = rocq__bytes(format, first);
     for (int r = 0; r < ROCQ__MM_ROWS; r++) rows->at[r] = row[r] + start;
-    if (!mm->side_by_side) return;
+    if (!mm->interleaved) return;
     const int64_t elems = rocq__codec_of(format)->info.block_elems;
     for (int r = 0; r < ROCQ__MM_ROWS; r++) {
         rocq__row_interleaved(work->plain[r], mm->w, rocq__mm_row_index(mm, row[r]), first / elems,
@@ -12307,7 +12314,7 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
     rocq__mm_rows rows;
     const int64_t rows_of =
         mm->precision == ROCQ_PRECISION_INT8 ? n_pairs * ROCQ__MM_PAIR : ROCQ__MM_ROWS;
-    const int64_t side_by_side = mm->side_by_side ? ROCQ__SIDE_BY_SIDE : 1;
+    const int64_t side_by_side = mm->interleaved ? ROCQ__SIDE_BY_SIDE : 1; // rows of a stream
     rows.ahead = first + k < t->ne[0] // then the next panel's rows
                      ? side_by_side * rocq__bytes(format, k)
                      : rows_of * rocq__bytes(format, t->stride[1]) - side_by_side * start;
@@ -12330,9 +12337,9 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
         for (int p = 0; p < n_pairs; p++, row += ROCQ__MM_PAIR) {
             // Past the last row the last one comes again.
             const int last = ROCQ__MM_PAIR - 1;
-            if (mm->pack_pair && (mm->side_by_side || row[last] - row[0] == last * rows.stride)) {
+            if (mm->pack_pair && (mm->interleaved || row[last] - row[0] == last * rows.stride)) {
                 rows.at[0] =
-                    mm->side_by_side ? rocq__mm_sixteen(mm, row[0], start) : row[0] + start;
+                    mm->interleaved ? rocq__mm_sixteen(mm, row[0], start) : row[0] + start;
                 mm->pack_pair(&work->pairs[p], &rows);
                 continue;
             }
@@ -12545,7 +12552,7 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
     tile.x = (const int8_t *)column;
     tile.groups_at = k;
     // Interleaved rows are a single stream, 16 at a time, so several 16 are multiplied in turn.
-    while (mm->side_by_side && n_rows > 0) {
+    while (mm->interleaved && n_rows > 0) {
         const int64_t n_groups = n_rows / ROCQ__MM_PAIR, group_bytes = ROCQ__MM_PAIR * stride;
         const int64_t n = n_groups * group_bytes < ROCQ__MM_STREAMS * (int64_t)ROCQ__MM_STREAM
                               ? 1 : ROCQ__MIN(n_groups, (int64_t)ROCQ__MM_STREAMS);
@@ -12614,7 +12621,7 @@ static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t t
 // How many items of `work` multiplications a thread takes together: enough for long streams
 // (rocq__mm_column_sums). Without streams larger parts only make slow threads end later.
 static int64_t rocq__mm_together(const rocq__mm *mm, int64_t work) {
-    return mm->pass && mm->avx512 && !mm->side_by_side ? ROCQ__WORTH_TOGETHER / work : 0;
+    return mm->pass && mm->avx512 && !mm->interleaved ? ROCQ__WORTH_TOGETHER / work : 0;
 }
 
 static void rocq__mm_panels(rocq__mm *mm, int64_t begin, int64_t end, int32_t thread) {
@@ -12623,12 +12630,13 @@ static void rocq__mm_panels(rocq__mm *mm, int64_t begin, int64_t end, int32_t th
 }
 
 // Rows in an item of work that threads share: of a tile, a pair or, for a lone column without
-// AVX-512, a panel. A tile's pairs are multiplied together 1.8 times as fast as one by one, in the
-// time of 20 / 9 pairs. So they stay together, unless the thread with the most work would end
-// earlier with single pairs, because there are fewer tiles than threads or not many more.
+// AVX-512, a panel (but a pair if rows are interleaved). A tile's pairs are multiplied together 1.8
+// times as fast as one by one, in the time of 20 / 9 pairs. So they stay together, unless the
+// thread with the most work would end earlier with single pairs, because there are fewer tiles than
+// threads or not many more.
 static int64_t rocq__mm_rows_shared(const rocq__mm *mm, const rocq_ctx *ctx) {
     const int64_t n_threads = ctx->desc.n_threads;
-    if (ROCQ__HAS_AVX2 && mm->simd && !mm->avx512 && mm->n == 1 && !mm->side_by_side) {
+    if (ROCQ__HAS_AVX2 && mm->simd && !mm->avx512 && mm->n == 1 && !mm->interleaved) {
         return ROCQ__MM_ROWS;
     }
     if (mm->wide_dot) {
@@ -12662,7 +12670,7 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
     mm->avx512 = ctx->has_simd && ctx->has_avx512;
     mm->avx_vnni = ctx->has_simd && ctx->has_avx_vnni;
     mm->is_adapter = b != NULL;
-    mm->side_by_side = w->layout == ROCQ_LAYOUT_INTERLEAVED;
+    mm->interleaved = w->layout == ROCQ_LAYOUT_INTERLEAVED;
     mm->precision = b ? ROCQ_PRECISION_F32
                       : rocq__product_choice(ctx, ROCQ_BACKEND_CPU, p, w).precision;
     mm->n_matrices = w->ne[2] * w->ne[3];
@@ -12950,7 +12958,8 @@ static const float *rocq__load(bool simd, rocq_format format, const unsigned cha
     return buf;
 }
 
-// The same of a row of a matrix that may be interleaved; n is a strip's elements at most.
+// The same of a row of t, which may be interleaved; then the elements are whole blocks and
+// ROCQ__STRIP at most.
 static const float *rocq__load_weights(bool simd, const rocq_tensor *t, int64_t row, int64_t first,
                                        int64_t n, float *buf) {
     if (t->layout != ROCQ_LAYOUT_INTERLEAVED) {
@@ -21184,7 +21193,7 @@ static void rocq__conv_launch_ahead(rocq__job *job, int kernel, int groups, cons
     args->w_ahead = gpu->conv_at > 0 && gpu->conv_at == gpu->n_launched &&
                     !rocq__ranges_cross(gpu->conv_y, rocq__range_of(w));
     rocq__job_launch(job, kernel, args->n_blocks, 1, 128 * groups, args);
-    if (job->planning) return;
+    if (job->planning || job->result != ROCQ_OK) return; // nothing was launched
     gpu->conv_ahead = args->w_ahead;
     gpu->conv_y = rocq__range_of(y);
     gpu->conv_at = gpu->n_launched;
@@ -22279,7 +22288,6 @@ static bool rocq__self_overlap(const rocq_tensor *t) {
     return false;
 }
 
-// Address of element 0, on the host or the device.
 // Checks one operand: that it is present (unless optional), of an accepted format, of whole blocks,
 // inside its buffer, and aligned. Without a context (rocq_kv_size) any kind of memory is accepted.
 static rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char *name,
@@ -24348,6 +24356,7 @@ static rocq_result rocq__subgraph_capture(rocq_ctx *ctx, rocq__node *subgraph) {
     if (error == 0) {
         result = rocq__subgraph_launch(ctx, subgraph);
         error = hip->capture_end(gpu->stream, &captured);
+        gpu->conv_at = 0; // the launches are in the graph, none of them is on the stream yet
     }
     if (error == 0 && result == ROCQ_OK) {
         error = hip->graph_instantiate(&subgraph->exec, captured, NULL, NULL, 0);

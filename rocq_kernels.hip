@@ -10108,21 +10108,21 @@ DEV void conv_lds_bias(const rocq_k_conv_args &a, int32_t m, bool live, float (&
 
 // conv_lds_64 and conv_lds_16: 3x3 taps, or for conv_lds_64 also folded ones, up to 64 channels to
 // up to 64 or 16 (TAESD's layers), kt = 1, one split. All weights stay in LDS, of a folded conv
-// those of one phase: blocks are as many as compute units, and each takes one tile after another,
-// so that weights are copied once for a block and not once for a tile, and no step of the sums
-// waits for a copy or a barrier. They are copied before the launch ahead has ended where that does
-// not write them (w_ahead).
+// those of one phase: blocks are at most as many as compute units, and each takes one tile after
+// another, so that weights are copied once for a block and not once for a tile, and no step of the
+// sums waits for a copy or a barrier. Where the launch ahead does not write them (w_ahead, see
+// rocq__conv_launch_ahead) they are copied before it has ended.
 //
 // A block has ROCQ_K_CONV_LDS_GROUPS groups of four waves, which share the weights: a group has
 // tiles and two patches of its own, so that one group finishes its tile while another multiplies. A
 // group copies the patch of its next tile while it computes one. Patches come by way of L1
-// (copy_async): past it every vector was fetched by itself, and that took most of the time (H100, 64
-// channels at 512 x 512: 41 us for 49). Where there are no more tiles than units a block is one
-// group with one patch, so that blocks of two launches fit on a unit. All groups of a block go
-// through as many rounds, the last of which may be empty. What a thread copies and stores is at the
-// same places of every tile, so their offsets are computed once; with loops over taps, and the
-// places of each tile computed anew, a tile took twice as many instructions, and ptxas waited for
-// each product before the next.
+// (copy_async): past it every vector was fetched by itself, and that took most of the time (H100,
+// 64 channels at 512 x 512: 49 us, now 41). Where there are no more tiles than units a block is one
+// group with one tile and one patch, so that blocks of two launches fit on a unit. All groups of a
+// block go through as many rounds, the last of which may be empty. What a thread copies and stores
+// is at the same places of every tile, so their offsets are computed once; with loops over taps,
+// and the places of each tile computed anew, a tile took twice as many instructions, and ptxas
+// waited for each product before the next.
 //
 // conv_lds_64: rows of the fragments are channels; sums go through the patch that was multiplied,
 // half of the tile at a time; y and residual are F16. conv_lds_16: rows are positions, 64 at once.

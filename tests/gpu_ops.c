@@ -1635,7 +1635,7 @@ typedef struct picture { // a case; 0 = default
     int32_t kw, kh, kt, stride, upsample, pad_x, pad_y, norm, groups;
     rocq_activation x_activation, activation;
     rocq_format residual;
-    bool bias, has_residual, in_place, planar;
+    bool bias, has_residual, in_place, planar, folded;
     float x_scale;
     box_layout layout;      // of x, y and residual
 } picture;
@@ -1645,9 +1645,9 @@ static void check_conv(const picture *s) {
     const int64_t stride = or_1(s->stride);
     const int64_t w_y = s->w_y ? s->w_y : (s->w_x * up + stride - 1) / stride;
     const int64_t h_y = s->h_y ? s->h_y : (s->h_x * up + stride - 1) / stride;
-    const int64_t k = s->c * or_1(s->kw) * or_1(s->kh) * or_1(s->kt);
+    const int64_t taps = (s->folded ? 4 : or_1(s->kw) * or_1(s->kh)) * or_1(s->kt);
     const bool by_position = s->norm == NORM_POSITIONS;
-    box w = box_make(BOX_PLAIN, s->w, k, s->m, 1, 1);
+    box w = box_make(BOX_PLAIN, s->w, s->c * taps, s->m, s->folded ? 4 : 1, 1);
     box x = box_random(s->layout, s->x, 2, s->c, s->w_x, s->h_x, t_x);
     box y = s->in_place ? box_random(s->layout, s->y, 1, s->m, w_y, h_y, t_y)
                         : box_make(s->layout, s->y, s->m, w_y, h_y, t_y);
@@ -1665,8 +1665,8 @@ static void check_conv(const picture *s) {
                           .norm_weight = weighted ? &weight.t : NULL,
                           .norm_bias = weighted ? &shift.t : NULL,
                           .kw = s->kw, .kh = s->kh, .kt = s->kt, .stride = s->stride,
-                          .upsample = s->upsample, .pad_x = s->pad_x, .pad_y = s->pad_y,
-                          .x_activation = s->x_activation, .activation = s->activation,
+                          .upsample = s->upsample, .folded = s->folded, .pad_x = s->pad_x,
+                          .pad_y = s->pad_y, .x_activation = s->x_activation, .activation = s->activation,
                           .x_scale = s->x_scale};
     on_gpu_as(&w, s->planar);
     // x is normalised and activated by the blocks that load it, and then, where a block could do
@@ -1677,10 +1677,11 @@ static void check_conv(const picture *s) {
         if (pass) gpu->gpu->chip.bytes_per_us = 1e12;
         compare(ROCQ_OP_CONV, &p, &y, s->y == ROCQ_BF16 ? 0x1p-16 : 0,
                 say("%s %dx%dx%d, %s %d x %dx%dx%d to %s %d x %dx%dx%d, stride %d, norm %d, "
-                    "activations %d %d%s", name_of(s->w), (int)s->kw, (int)s->kh, (int)s->kt,
+                    "activations %d %d%s%s", name_of(s->w), (int)s->kw, (int)s->kh, (int)s->kt,
                     name_of(s->x), (int)s->c, (int)s->w_x, (int)s->h_x, (int)t_x, name_of(s->y),
                     (int)s->m, (int)w_y, (int)h_y, (int)t_y, (int)s->stride, (int)s->norm,
-                    (int)s->x_activation, (int)s->activation, pass ? ", by a pass" : ""));
+                    (int)s->x_activation, (int)s->activation, pass ? ", by a pass" : "",
+                    s->folded ? ", folded" : ""));
     }
     gpu->gpu->chip.bytes_per_us = bytes_per_us;
     box *all[] = {&w, &x, &y, &bias, &residual, &stats, &weight, &shift};
@@ -1708,6 +1709,12 @@ static void test_conv_shapes(void **state) {
         {.c = 40, .m = 16, .w_x = 20, .h_x = 14, .kw = 3, .kh = 3, .stride = 2},
         {.c = 40, .m = 16, .w_x = 20, .h_x = 14, .kw = 3, .kh = 3, .pad_x = 2, .pad_y = -1},
         {.c = 72, .m = 64, .w_x = 9, .h_x = 5, .kw = 3, .kh = 3, .upsample = 2},
+        {.c = 72, .m = 64, .w_x = 9, .h_x = 5, .kw = 3, .kh = 3, .upsample = 2, .folded = true},
+        {.c = 40, .m = 136, .w_x = 10, .h_x = 9, .t_x = 3, .t_y = 2, .kw = 3, .kh = 3, .kt = 3,
+         .upsample = 2, .folded = true, .pad_x = 2, .pad_y = -1, .w_y = 19, .h_y = 15,
+         .bias = true, .has_residual = true},
+        {.c = 12, .m = 7, .w_x = 1, .h_x = 18, .kw = 3, .kh = 3, .upsample = 2, .folded = true,
+         .pad_x = -1, .pad_y = 2, .w_y = 1, .h_y = 33},
         {.c = 10, .m = 9, .w_x = 9, .h_x = 5, .kw = 1, .kh = 1, .stride = 2, .upsample = 2},
         {.c = 16, .m = 32, .w_x = 10, .h_x = 9, .t_x = 3, .t_y = 3, .kw = 3, .kh = 3, .kt = 3},
         {.c = 80, .m = 16, .w_x = 6, .h_x = 9, .t_x = 4, .t_y = 2, .kw = 3, .kh = 3, .kt = 3},
@@ -1860,6 +1867,15 @@ static void check_conv_ahead(void) {
         assert_int_equal(rocq_conv(gpu, &to_w), ROCQ_OK);
         rocq_plan_end(gpu);
     }
+    // A graph that is recorded launches nothing: the launch ahead is the one that writes w[0].
+    rocq_graph *graph;
+    assert_int_equal(rocq_scale(gpu, &scale), ROCQ_OK);
+    assert_int_equal(rocq_graph_begin(gpu), ROCQ_OK);
+    assert_int_equal(rocq_conv(gpu, &to_z), ROCQ_OK);
+    assert_int_equal(rocq_graph_end(gpu, &graph), ROCQ_OK);
+    assert_int_equal(rocq_conv(gpu, &to_y), ROCQ_OK);
+    assert_false(gpu->gpu->conv_ahead);
+    rocq_graph_destroy(gpu, &graph);
     assert_int_equal(rocq_sync(gpu), ROCQ_OK);
     rocq_buffer_free(gpu, &memory);
 }
@@ -1879,6 +1895,10 @@ static void test_conv_lds(void **state) {
          .has_residual = true, .activation = ROCQ_ACT_SILU},
         {.c = 136, .m = 72, .w_x = 8, .h_x = 31, .kw = 3, .kh = 3, .has_residual = true},
         {.c = 200, .m = 200, .w_x = 5, .h_x = 16, .kw = 3, .kh = 3, .upsample = 2, .bias = true},
+        {.c = 136, .m = 136, .w_x = 9, .h_x = 33, .kw = 3, .kh = 3, .upsample = 2, .folded = true,
+         .bias = true, .has_residual = true, .activation = ROCQ_ACT_SILU},
+        {.c = 72, .m = 72, .w_x = 7, .h_x = 31, .t_x = 3, .t_y = 2, .kw = 3, .kh = 3, .kt = 3,
+         .upsample = 2, .folded = true, .pad_x = 2, .pad_y = -1, .w_y = 13},
         {.c = 72, .m = 130, .w_x = 7, .h_x = 27, .kw = 3, .kh = 3, .pad_x = 2,
          .activation = ROCQ_ACT_SIGMOID},
         {.c = 88, .m = 80, .w_x = 6, .h_x = 30, .t_x = 3, .t_y = 3, .kw = 3, .kh = 3, .kt = 3},
@@ -1892,6 +1912,10 @@ static void test_conv_lds(void **state) {
          .activation = ROCQ_ACT_RELU},
         {.c = 40, .m = 48, .w_x = 13, .h_x = 25, .upsample = 2, .t_x = 2, .t_y = 2,
          .activation = ROCQ_ACT_RELU},
+        {.c = 64, .m = 64, .w_x = 17, .h_x = 34, .upsample = 2, .folded = true, .bias = true,
+         .t_x = 2, .t_y = 2, .has_residual = true, .activation = ROCQ_ACT_RELU},
+        {.c = 24, .m = 40, .w_x = 18, .h_x = 20, .upsample = 2, .folded = true, .pad_x = -1,
+         .pad_y = 2, .w_y = 33, .h_y = 37},
         {.c = 32, .m = 8, .w_x = 24, .h_x = 16, .bias = true, .in_place = true},
         {.c = 40, .m = 16, .w_x = 21, .h_x = 35, .has_residual = true, .activation = ROCQ_ACT_GELU},
         {.c = 16, .m = 64, .w_x = 30, .h_x = 50, .t_x = 3, .t_y = 3, .has_residual = true,
@@ -1933,7 +1957,7 @@ static void test_conv_lds(void **state) {
             s.x = s.w = s.y = s.residual = ROCQ_F16;
             s.layout = (round + i) % 3 == 2 ? BOX_PERMUTED : BOX_PLAIN;
             check_conv(&s);
-            if (i != 4 && round != 1) continue;
+            if (i != 6 && round != 1) continue;
             s.norm = NORM_WEIGHTED;
             s.x_activation = ROCQ_ACT_SILU;
             check_conv(&s);
