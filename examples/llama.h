@@ -51,7 +51,7 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
                            // A GPU's prompts take scratch memory for what a layer lacks. Logits
                            // have the same bits
     rocq_precision precision; // of all products; default AUTO, which differs between CPU and GPU
-    int32_t interleave;    // CPU with AVX-512: 1 copies the matrices out of the file, interleaved
+    int32_t interleave;    // CPU with AVX2: 1 copies the matrices out of the file, interleaved
                            // (ROCQ_LAYOUT_INTERLEAVED), -1 leaves them in it; default: 1 for
                            // weights of up to 256 MiB, which multiply faster so and are copied
                            // soon, where the context has no memory_budget

@@ -442,6 +442,44 @@ static void solve_interleaved(problem *a) {
     free(rocq_tensor_data(&w));
 }
 
+// AVX2, AVX-VNNI and AVX-512 read interleaved rows as they lie, a lone column's with a pass of the
+// format's own; AVX-VNNI takes AVX2's for K formats. None of them falls back to rows that are
+// copied first, as all other code does.
+static void interleaved_rows_are_not_copied(void **state) {
+    const bool avx2 = rocq__cpu_has(ROCQ_CPU_SIMD) &&
+                      !strcmp(rocq__cpu_tier_name(ROCQ_CPU_SIMD), "AVX2"); // not NEON
+    rocq__mm_pass passes[3 * N_INTERLEAVED];
+    int n_passes = 0;
+    (void)state;
+    for (int i = 0; i < 6 * N_INTERLEAVED; i++) {
+        const rocq_cpu_tier tier = (rocq_cpu_tier)(ROCQ_CPU_SIMD + i / 2 % 3);
+        const bool one = i % 2;
+        const shape s = {.w = interleaved_formats[i / 6], .x = ROCQ_F32, .m = 32,
+                         .n = one ? 1 : 2, .k = 256};
+        problem a = make(s);
+        rocq_tensor w = interleaved(&a.w);
+        rocq__mm mm;
+        set_params(&a);
+        a.p.w = &w;
+        use_tier(tier);
+        rocq__mm_plan(&mm, contexts[1][1], &a.p, s.n, NULL, NULL);
+        if (avx2) {
+            assert_true(one ? mm.pass && mm.wide_pass : mm.pack_pair != NULL);
+            const bool own = tier != ROCQ_CPU_AVX_VNNI || i / 6 < 2;
+            if (one && own && rocq__cpu_has(tier)) passes[n_passes++] = mm.wide_pass;
+            if (!own && one) assert_true(mm.wide_pass == passes[n_passes - 1]);
+        } else {
+            assert_true(!mm.pass && !mm.wide_pass && !mm.pack_pair);
+        }
+        use_tier(ROCQ_CPU_AVX512);
+        free(rocq_tensor_data(&w));
+        destroy(&a);
+    }
+    for (int i = 0; i < n_passes; i++) {
+        for (int j = 0; j < i; j++) assert_true(passes[i] != passes[j]);
+    }
+}
+
 static void interleaved_rows(void **state) {
     static const int64_t m[] = {16, 48, 80, 272}, n[] = {1, 2, 9, 33, 130};
     (void)state;
@@ -651,10 +689,14 @@ static void outliers(void **state) {
 }
 
 // All bits of w and all codes of x at their ends, where a sum of products could leave its type.
+// Columns are 127, -127, -128, the first two in turn, and anything; first all of them, then each
+// alone, which a pass multiplies.
 static void extreme_codes(void **state) {
     (void)state;
-    for (int f = 0; f < N_FORMATS; f++) {
-        const shape s = {.w = all_formats[f], .x = ROCQ_Q8_0, .m = 16, .n = 5, .k = 512};
+    for (int part = 0; part < 6 * N_FORMATS; part++) {
+        const int first = part % 6 ? part % 6 - 1 : 0;
+        const shape s = {.w = all_formats[part / 6], .x = ROCQ_Q8_0, .m = 16,
+                         .n = part % 6 ? 1 : 5, .k = 512};
         const rocq_format_info *info = rocq_get_format_info(s.w);
         problem a = make(s);
         for (int64_t r = 0; r < s.m && has_int8(s.w); r++) {
@@ -680,18 +722,20 @@ static void extreme_codes(void **state) {
             }
         }
         box_read(&a.w);
-        for (int64_t n = 0; n < s.n; n++) { // all 127, all -127, all -128, taking turns, anything
+        for (int64_t n = 0; n < s.n; n++) {
             for (int64_t i = 0; i < s.k / 32; i++) {
                 rocq_block_q8_0 *block = (rocq_block_q8_0 *)(void *)box_row(&a.x, n) + i;
                 static const int8_t codes[3] = {127, -127, -128};
                 for (int j = 0; j < 32; j++) {
-                    block->qs[j] = n < 3 ? codes[n] : n == 3 ? codes[j % 2] : (int8_t)random_u64();
+                    const int64_t c = first + n;
+                    block->qs[j] = c < 3 ? codes[c] : c == 3 ? codes[j % 2] : (int8_t)random_u64();
                 }
             }
         }
         box_read(&a.x);
         reference(&a);
-        solve(&a);
+        if (rocq__interleaves(s.w)) solve_interleaved(&a);
+        else solve(&a);
         destroy(&a);
     }
 }
@@ -1202,6 +1246,7 @@ int main(void) {
         ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
         cmocka_unit_test(interleaved_rows), cmocka_unit_test(interleaved_rows_are_decoded),
+        cmocka_unit_test(interleaved_rows_are_not_copied),
         cmocka_unit_test(interleaved_rows_that_are_refused),
         cmocka_unit_test(tiles), cmocka_unit_test(only_streams_are_taken_together),
         cmocka_unit_test(a_share_reads_its_first_rows_first),
