@@ -2791,7 +2791,7 @@ enum {
     ROCQ_K_MATMUL_F32_N = 128,
     ROCQ_K_MATMUL_FEW_M = 32, // a block of a matmul_few: rows, and most columns
     ROCQ_K_MATMUL_FEW_N = 32,
-    ROCQ_K_MERGE_M = 64,      // rows and columns of a block of matmul_merge
+    ROCQ_K_MERGE_M = 128,     // rows and columns of a block of matmul_merge
     ROCQ_K_MERGE_N = 8,
     ROCQ_K_ROW_THREADS = 256, // of a block of softmax, which computes one row
     ROCQ_K_NORM_THREADS = 512,// of a block of norm, which computes one row
@@ -20128,8 +20128,8 @@ static rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq__s
 // The same estimate for the kernels named _lds, with constants fitted to an H200. For each tile, in
 // nanoseconds: `work`, what a step of a block adds to the time of its unit; `step`, the least that
 // a step takes, however few blocks there are; `ends`, what a block takes outside of its loop.
-// Operands too large for L2 (over 48 MB) arrive no faster than the bytes of all copies in flight
-// divided by memory's latency (1.9 us). Over 38 shapes of 31 to 50257 rows and columns, the tile
+// Operands that are not in L2 arrive no faster than the bytes of all copies in flight divided by
+// memory's latency (1.9 us). Over 38 shapes of 31 to 50257 rows and columns, the tile
 // that this estimate chooses took 2% longer than the fastest one on average, and 16% at most; where
 // w is decoded, 1.3% and 14% over 43 shapes, with K in at most 8 splits. The constants of the last
 // tile of the forward product were not timed but fitted: the estimates of the other tiles are too
@@ -20141,9 +20141,25 @@ static const rocq__lds_pace rocq__lds_paces[ROCQ__LDS_FORWARD_TILES] = {
 static const rocq__lds_pace rocq__lds_decoded_paces[ROCQ__LDS_DECODED] = {
     {1000.0, 1600.0, 3300.0}, {820.0, 1050.0, 3330.0}, {540.0, 850.0, 3670.0}};
 
+// What the estimate has to know about a kind of product, fitted like the paces.
+typedef struct rocq__lds_use {
+    double merge_ns;   // of the launch that adds up the splits of K,
+    double merge_rate; // and bytes of partial sums written and merged in a nanosecond
+    double in_l2;      // operands of up to so many bytes are taken to be in L2 before
+    int32_t most;      // splits of K
+} rocq__lds_use;
+// Products of weights of 16 bits, which are in no cache: with the paces below, which were fitted
+// for backward, the tile that is chosen for 56 shapes of 1024 to 14336 rows and 48 to 512 columns
+// takes 1.7% longer than the fastest on an H100, and 14% at most. merge_ns and merge_rate are not
+// what a merge takes, but less, since the blocks of a split wait for w beside others.
+static const rocq__lds_use rocq__lds_forward = {1000.0, 8000.0, 0.0, 8};
+// Weights that are decoded into LDS, or to F16 just before.
+static const rocq__lds_use rocq__lds_decoding = {2000.0, 1700.0, 48e6, 8};
+static const rocq__lds_use rocq__lds_backward = {2000.0, 12240.0, 48e6, 16}; // dx, dw
+
 static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_tile *t,
                            const rocq__lds_pace *pace, const rocq__site *s, int32_t n_splits,
-                           double merge_rate) {
+                           const rocq__lds_use *use) {
     const double units = chip->n_units, y_bytes = 4.0 * s->m * s->n * s->batch;
     const double blocks = ceil((double)s->m / t->columns) * ceil((double)s->n / t->rows) *
                           s->batch * n_splits;
@@ -20157,27 +20173,24 @@ static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_tile *t,
     const double flying = 128.0 * t->ahead * (t->columns + ROCQ__MIN(t->rows, s->n)) *
                           ROCQ__MIN(blocks, t->blocks * units);
     double bytes_per_us = chip->bytes_per_us;
-    if (bytes > 48e6) bytes_per_us = ROCQ__MIN(bytes_per_us, flying / 1.9);
-    const double merge = n_splits > 1 ? 2000.0 + 2.0 * y_bytes * n_splits / merge_rate : 0.0;
+    if (bytes > use->in_l2) bytes_per_us = ROCQ__MIN(bytes_per_us, flying / 1.9);
+    const double merge =
+        n_splits > 1 ? use->merge_ns + 2.0 * y_bytes * n_splits / use->merge_rate : 0.0;
     // The last term decides among tiles that wait for the same bytes.
     return ROCQ__MAX(tiles, bytes * 1e3 / bytes_per_us) + merge + 1e-3 * tiles;
 }
 
-// merge_rate of matmul_merge and of matmul_backward_merge: bytes of partial sums that are written
-// and merged in a nanosecond, fitted to an H200.
-enum { ROCQ__MERGE_RATE = 1700, ROCQ__BACKWARD_MERGE_RATE = 12240 };
-
 // The best of n_tiles tiles. kernel: a kernel of the backward, which limits them to its own, or -1.
 static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__lds_tile *tiles,
                                             const rocq__lds_pace *paces, int32_t n_tiles,
-                                            const rocq__site *s, double merge_rate, int32_t kernel,
+                                            const rocq__site *s, const rocq__lds_use *use, int32_t kernel,
                                             int32_t *n_splits, double *best_ns) {
     int32_t best = -1, splits[ROCQ__SPLITS];
-    const int32_t n = rocq__tile_splits(s, splits), most = tiles == rocq__lds_decoded ? 8 : 16;
+    const int32_t n = rocq__tile_splits(s, splits);
     for (int32_t i = 0; i < n_tiles * n; i++) {
-        if (splits[i % n] > most || (kernel >= 0 && tiles[i / n].backward != kernel)) continue;
+        if (splits[i % n] > use->most || (kernel >= 0 && tiles[i / n].backward != kernel)) continue;
         const double ns = rocq__lds_ns(chip, &tiles[i / n], &paces[i / n], s, splits[i % n],
-                                       merge_rate);
+                                       use);
         if (best >= 0 && ns >= *best_ns) continue;
         best = i;
         *best_ns = ns;
@@ -20189,7 +20202,7 @@ static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__
 // Tiles and splits of dx and dw of matmul_backward, whose tiles have to be of one kernel. The sum
 // of both estimates decides: an estimate of the joint launch, in which blocks of one run beside
 // those of the other, chose worse (H200).
-static void rocq__lds_best_pair(const rocq__chip *chip, const rocq__site s[2], double merge_rate,
+static void rocq__lds_best_pair(const rocq__chip *chip, const rocq__site s[2],
                                 const rocq__lds_tile *tile[2], int32_t n_splits[2]) {
     double best_ns = 0.0;
     for (int32_t i = 0; i < ROCQ__LDS_TILES; i++) { // kernels, some of them twice
@@ -20200,7 +20213,7 @@ static void rocq__lds_best_pair(const rocq__chip *chip, const rocq__site s[2], d
         for (int part = 0; part < 2; part++) {
             double one = 0.0;
             own[part] = rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES,
-                                       &s[part], merge_rate, kernel, &splits[part], &one);
+                                       &s[part], &rocq__lds_backward, kernel, &splits[part], &one);
             ns += one;
         }
         if (i > 0 && ns >= best_ns) continue;
@@ -20256,7 +20269,7 @@ static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, con
     site.format = (int32_t)ROCQ_F16;
     const rocq__lds_tile *best =
         rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_FORWARD_TILES, &site,
-                       ROCQ__MERGE_RATE, -1, &splits, &own_ns);
+                       &rocq__lds_decoding, -1, &splits, &own_ns);
     own_ns += 2000.0 + 1e3 * bytes / chip->bytes_per_us;
     if (own_ns >= (w->format == ROCQ_NVFP4 ? 1.9 : 1.2) * ns) return false;
     *tile = best;
@@ -20300,9 +20313,9 @@ static rocq__tiles rocq__tiles_lds(const rocq__chip *chip, const rocq_tensor *w,
     rocq__tiles t;
     const rocq__lds_tile *tile =
         decoded ? rocq__lds_best(chip, rocq__lds_decoded, rocq__lds_decoded_paces,
-                                 ROCQ__LDS_DECODED, site, ROCQ__MERGE_RATE, -1, &t.n_splits, &ns)
+                                 ROCQ__LDS_DECODED, site, &rocq__lds_decoding, -1, &t.n_splits, &ns)
                 : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_FORWARD_TILES,
-                                 site, ROCQ__MERGE_RATE, -1, &t.n_splits, &ns);
+                                 site, &rocq__lds_forward, -1, &t.n_splits, &ns);
     *halves = decoded && rocq__takes_halves(chip, w, site, ns, &tile, &t.n_splits);
     t.kernel = tile->matmul;
     if (decoded && !*halves) {
@@ -21940,11 +21953,11 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
             n_splits[i] = rocq__tiles_best(chip, &site[i], &only, 1, ROCQ__TILE_SPLIT).n_splits;
         } else {
             tile[i] = rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES,
-                                     &site[i], ROCQ__BACKWARD_MERGE_RATE, -1, &n_splits[i], &ns);
+                                     &site[i], &rocq__lds_backward, -1, &n_splits[i], &ns);
         }
     }
     if (lds && p->dx && p->dw) {
-        rocq__lds_best_pair(chip, site, ROCQ__BACKWARD_MERGE_RATE, tile, n_splits);
+        rocq__lds_best_pair(chip, site, tile, n_splits);
     }
     int64_t blocks[2] = {0, 0}, merges[2] = {0, 0}, steps[2] = {0, 0};
     double sums = 0.0;

@@ -4319,23 +4319,64 @@ DEV void matmul_put_sums(const rocq_k_matmul_args &a, const matmul_place &at, co
     }
 }
 
-// matmul_merge: y = epilogue(sum of the splits, added in their order). A wave takes 64 rows of a
-// column and a lane every 32nd of them, so that whole cache lines are read and written; a block of
-// 256 threads has 8 columns. No LDS. Bytes: the sums of every split once, from L2 or the Infinity
-// Cache, which they were just written to.
+// Whether all quads of a tensor but the last of a row are aligned and whole.
+DEV bool quads_are_wide(const rocq_k_tensor &t) {
+    return (alignment_bits(t) & (t.format == ROCQ_F32 ? 15u : 7u)) == 0;
+}
+
+// matmul_merge: y = epilogue(sum of the splits, added in their order). A thread has a quad, rows m
+// to m + 3 of a column, with the loads of up to four splits in flight at once. A wave has 128 rows
+// of a column, so that whole cache lines are read and written, and a block of 256 threads 8
+// columns. No LDS. Bytes: the sums of every split once, from L2 or the Infinity Cache, which they
+// were just written to.
 KERNEL(matmul_merge, rocq_k_matmul_args, 256) {
+    enum { AHEAD = 4 };
     if (a.tiles_m == 0) return;
+    const rocq_k_epilogue &from = a.epilogue;
     const matmul_place at = matmul_place_of(a, ROCQ_K_MERGE_M, ROCQ_K_MERGE_N, 1);
     const int wave = matmul_wave();
-    const int64_t n = at.n0 + wave;
-    if (n >= a.n) return;
+    const int64_t n = at.n0 + wave, m = at.m0 + 4 * lane_index();
+    const int there = n < a.n ? quad_count(a.m, m) : 0;
+    if (there == 0) return;
     const float *const splits = matmul_split_sums(a, at.x_column + wave);
-    matmul_put_column<ROCQ_K_MERGE_M / 32>(a, at, at.m0, n, [=](int64_t m, int) {
-        float x = 0.0f;
-#pragma unroll 4
-        for (int s = 0; s < a.n_splits; s++) x += gload(splits + s * a.m + m);
-        return x;
-    });
+    const bool wide = (a.m & 3) == 0;
+    float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+    for (int first = 0; first < a.n_splits; first += AHEAD) {
+        u32x4 sums[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            const char *const row = (const char *)(splits + (int64_t)(first + i) * a.m);
+            const bool live = first + i < a.n_splits;
+            sums[i] = make4(0, 0, 0, 0);
+            if (live) sums[i] = quad_load(ROCQ_F32, wide, row, m, there);
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            float sum[4];
+            quad_floats(ROCQ_F32, sums[i], sum);
+#pragma unroll
+            for (int e = 0; e < 4; e++) v[e] += sum[e];
+        }
+    }
+    const char *gate = row_of(from.gate, n, at.i2, at.i3);
+    const char *residual = row_of(from.residual, n, at.i2, at.i3);
+    const epilogue e = {from.activation, from.softcap, from.bias != 0, from.gate.data != 0, false,
+                        from.residual.data != 0};
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) { // v turns by one, so that its indices are constants
+        const int64_t k = m + (i < there ? i : 0);
+        const float x = epilogue_apply(
+            e, v[0], 1.0f, [&] { return gload(from.bias + k); },
+            [&] { return get_float(from.gate.format, gate, k); },
+            [&] { return get_float(from.residual.format, residual, k); });
+        v[0] = v[1];
+        v[1] = v[2];
+        v[2] = v[3];
+        v[3] = x;
+    }
+    put_floats(from.y.format, quads_are_wide(from.y) && there == 4,
+               row_of(from.y, n, at.i2, at.i3), m, there, v);
 }
 
 // Finishes a wave's 16 TM by 16 TN sums, from row m0 and column n0 on. A fragment has few rows of
@@ -4948,19 +4989,14 @@ DEV void lds_finish(const frag_c (&c)[BN / 16], float *work, L load, S store) {
     }
 }
 
-// Whether all quads of a tensor but the last of a row are aligned and whole.
-DEV bool lds_is_wide(const rocq_k_tensor &t) {
-    return (alignment_bits(t) & (t.format == ROCQ_F32 ? 15u : 7u)) == 0;
-}
-
 // The epilogue of matmul, or the sums of a split of K. Rows of the tile are columns n of y.
 template <int BN>
 DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const matmul_place &at,
                            const frag_c (&c)[BN / 16], float *work) {
     const rocq_k_epilogue &e = a.epilogue;
     const bool whole = a.n_splits == 1, bias_wide = (uintptr_t)e.bias % 16 == 0;
-    const bool wide = whole ? lds_is_wide(e.y) : (a.m & 3) == 0;
-    const bool gate_wide = lds_is_wide(e.gate), residual_wide = lds_is_wide(e.residual);
+    const bool wide = whole ? quads_are_wide(e.y) : (a.m & 3) == 0;
+    const bool gate_wide = quads_are_wide(e.gate), residual_wide = quads_are_wide(e.residual);
     const bool loads = whole && (e.bias || e.gate.data || e.residual.data);
     const epilogue between = {ROCQ_ACT_IDENTITY, e.softcap, false, e.gate.data != 0, false, false};
     const auto count = [&](int row, int col) {
@@ -11231,11 +11267,11 @@ template <bool OF_DW, int BN>
 DEV void backward_lds_finish(const rocq_k_backward_part &a, const backward_place &at,
                              const frag_c (&c)[BN / 16], float *work) {
     const bool whole = a.n_splits == 1;
-    const bool wide = whole ? lds_is_wide(a.c) : (a.n_k & 3) == 0;
+    const bool wide = whole ? quads_are_wide(a.c) : (a.n_k & 3) == 0;
     const bool has_z = !OF_DW && a.z.data, loads = whole && (has_z || a.before.data);
     const int32_t c_format = OF_DW ? ROCQ_F32 : a.c.format;
     const int32_t before_format = OF_DW ? ROCQ_F32 : a.before.format;
-    const bool z_wide = lds_is_wide(a.z), before_wide = lds_is_wide(a.before);
+    const bool z_wide = quads_are_wide(a.z), before_wide = quads_are_wide(a.before);
     const auto count = [&](int row, int col) {
         return at.row0 + row < a.n_rows ? quad_count(a.n_k, at.k0 + col) : 0;
     };

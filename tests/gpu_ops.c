@@ -3136,7 +3136,7 @@ static void note_tile(const backward *b, bool of_dw, bool used[ROCQ__LDS_TILES])
     int32_t n_splits;
     double ns;
     used[rocq__lds_best(&gpu->gpu->chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES, &site,
-                        12240.0, -1, &n_splits, &ns) -
+                        &rocq__lds_backward, -1, &n_splits, &ns) -
          rocq__lds_tiles] = true;
 }
 
