@@ -3332,9 +3332,9 @@ DEV void matvec_low_clear(const rocq_k_matvec_args &a, uint32_t block, uint32_t 
     for (uint32_t i = first; i < ROCQ_K_MATVEC_LOW; i += step) gstore(words + i, 0);
 }
 
-// Stores the rows of t that a block has the sums of: product 0 has no epilogue. One wave calls it.
+// Stores the rows of t that a block has the sums of, each times its gate. One wave calls it.
 DEV void matvec_low_store(const rocq_k_matvec_args &a, int first_row, int k_shift, uint32_t *words,
-                          const float *sums) {
+                          float gate, const float *sums) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
     const int r = lane_index(), row = first_row + r;
     if (r >= ROWS * ROCQ_K_MATVEC_WAVES >> k_shift || row >= a.product[0].weights.m) return;
@@ -3342,6 +3342,7 @@ DEV void matvec_low_store(const rocq_k_matvec_args &a, int first_row, int k_shif
     float t = lget(sums);
 #pragma unroll 1
     for (int k = 1; k < 1 << k_shift; k++) t += lget(sums + k * ROWS);
+    t *= gate;
     matvec_low_put(words, row, t);
     gstore((float *)a.product[0].y + row, t);
 }
@@ -3354,6 +3355,7 @@ template <bool ROW>
 DEV void matvec_low_help(const rocq_k_matvec_args &a0, const u32x4 *row_x, uint32_t *words) {
     const rocq_k_matvec_args &a = reread_anew(a0);
     const rocq_k_matvec_weights &p = a.product[0].weights;
+    const float *const gate = (const float *)a.product[0].gate;
     const uint32_t units = (uint32_t)a.k / 32, step = (uint32_t)a.k_step;
     const planes<ROCQ_Q8_0> w = planes_of<ROCQ_Q8_0>(p.w, p.n_units);
     const planes<ROCQ_Q8_0> x =
@@ -3376,6 +3378,7 @@ DEV void matvec_low_help(const rocq_k_matvec_args &a0, const u32x4 *row_x, uint3
             sum = wave_sums<1, 1>(&sum);
             t = first == 0 ? sum : t + sum;
         }
+        if (gate) t *= gload(gate + row);
         if (lane_index() == 0) {
             matvec_low_put(words, row, t);
             gstore((float *)a.product[0].y + row, t);
@@ -3430,8 +3433,8 @@ DEV bool matvec_low_wait(const rocq_k_matvec_args &a, const matvec_at &at, const
     return there;
 }
 // Makes B t of the lanes' rows. Word and the copies of B are of the first 16 ranks. The loops are
-// not unrolled since their instructions are executed once in a launch: each line of them comes from
-// L2, which takes longer than what it computes.
+// not unrolled: a launch executes this once in a block, and fetching the instructions seems to take
+// longer than what they compute.
 DEV void matvec_low_add(const rocq_k_matvec_args &a, const matvec_at &at, int m,
                         const uint32_t *words, uint32_t word) {
     const rocq_k_lora *const lora = a.lora[at.product];
@@ -3469,20 +3472,25 @@ DEV void matvec_low_add(const rocq_k_matvec_args &a, const matvec_at &at, int m,
 }
 
 // What a block with LOW loads when it begins, so that these trips to memory are over when its sums
-// are there: the word of the turn, and a word of each of its rows of B, so that the rows are in the
-// caches when they are read. In blocks of product 0 all waves need the turn, in the others the wave
-// that adds B t. On NVIDIA ptxas drops the loads of B, whose results nobody uses. Each lane loads a
-// word, of which the first is the turn's: one that all lanes load would go to a uniform register,
-// and nvcc's code would wait for it before it loads any weights.
+// are there: the word of the turn; of product 0 the gate; of the others B, in LDS, or where copies
+// are not asynchronous a word of each row, which brings it into the caches. In blocks of product 0
+// all waves need the turn, in the others the wave that adds B t. Each lane loads a word, of which
+// the first is the turn's: one that all lanes load would go to a uniform register, and nvcc's code
+// would wait for it before it loads any weights.
 enum { MATVEC_LOW_WAVE = ROCQ_K_MATVEC_WAVES - 1 };
 struct matvec_low_early {
     uint32_t turn, touched[2];
+    float gate; // of product 0
 };
 DEV void matvec_low_begin(const rocq_k_matvec_args &a, const matvec_at &at, int m,
                           matvec_low_early &early) {
     if (at.product != 0 && at.wave != MATVEC_LOW_WAVE) return;
-    early = {atomic_look(a.low.words + lane_index()), {0, 0}};
-    if (at.product == 0) return;
+    early = {atomic_look(a.low.words + lane_index()), {0, 0}, 1.0f};
+    if (at.product == 0) {
+        const float *const gate = (const float *)a.product[0].gate;
+        if (gate && at.wave == 0) early.gate = gload(gate + min(at.first_row + lane_index(), m - 1));
+        return;
+    }
     lput(&at.low->word[lane_index()], matvec_low_index(a, at.product, 0));
     if constexpr (COPIES_ASYNC) {
         matvec_low_copy(a, at, m, 0);
@@ -3534,7 +3542,8 @@ DEV void matvec_low_finish(const rocq_k_matvec_args &a, const matvec_at &at, int
         const uint32_t turn = wave_read(early.turn, 0) >> 31;
         block_sync_lds();
         if (first_wave) {
-            matvec_low_store(a, at.first_row, at.k_shift, matvec_low_words(a, turn), at.sums);
+            matvec_low_store(a, at.first_row, at.k_shift, matvec_low_words(a, turn), early.gate,
+                             at.sums);
             const uint32_t share = at.block == 0 ? (1u << 31) - (a.low.n_blocks - 1) : 1;
             if (thread_index() == 0) atomic_add(a.low.words, share);
         } else {
@@ -3686,8 +3695,8 @@ ROCQ_K_INT8_FORMATS(ROCQ_X_ROW, )
 KERNEL_WAVES(matvec_row_mixed, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_MIXED, 1, true, true>(a);
 }
-// With 8 waves both spill. A step of a 1.1B with adapters of rank 16 takes 1.11 times one without
-// as here, and 1.125 times with 8 waves in matvec_row_low (H100).
+// With 8 waves both spill. A step of a 1.1B with adapters of rank 16 takes 1.11 times one without as
+// here, and 1.125 times with 8 waves in matvec_row_low (H100, without A's gate).
 KERNEL_WAVES(matvec_int8_low_n1, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_LOW, 1, true, false, true>(a);
 }
