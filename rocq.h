@@ -3034,7 +3034,8 @@ typedef struct rocq_k_lora {
 //             and its columns are x_column0 and up
 //   lora      of each product, where has_lora is set, what is added to w x and to w2 x
 //   low       of int8_low and row_low: product 0, whose w is Q8_0, makes the t that lora of the
-//             others reads, in the same launch, in blocks of its own. Each t of lora lies in it.
+//             others reads, in the same launch, in blocks of its own. Its y is F32, as is its gate,
+//             which is all the epilogue that it may have. Each t of lora lies in y.
 //             Blocks of the others wait for its numbers; one that has waited in vain makes t
 //             itself, so no order of blocks is needed. No product may write what product 0 reads,
 //             and only lora reads t
@@ -24170,9 +24171,10 @@ static bool rocq__low_takes(const rocq_tensor *w) {
 }
 
 // The product of an adapter's A and x into products of that x whose adapters read it, for one
-// column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch. Blocks load
-// gate, residual and bias before they wait for that product, and one that waits in vain computes it
-// again: so none of the three may overlap its y, its own neither.
+// column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch. Of an epilogue
+// A's product may have a gate in F32. Blocks load gate, residual and bias before they wait for that
+// product, and one that waits in vain computes it again: so none of the three may overlap its y, its
+// own gate neither.
 static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
     const rocq__node *next = node->next;
     if (!next || next->op->id != ROCQ_OP_MATMUL) return false;
@@ -24180,14 +24182,15 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
     rocq_matmul_params low = *(const rocq_matmul_params *)node->params;
     bool reads = false;
     int32_t n = 1;
-    if (low.next || low.w2 || low.lora_b || low.y->format != ROCQ_F32 ||
+    if (low.next || low.w2 || low.lora_b || low.y->format != ROCQ_F32 || low.bias || low.residual ||
+        (low.gate && low.gate->format != ROCQ_F32) || low.activation != ROCQ_ACT_IDENTITY || low.softcap > 0.0f ||
         low.w->format != ROCQ_Q8_0 ||
         rocq_tensor_count(low.x) != low.x->ne[0] || low.y->ne[0] > ROCQ_K_MATVEC_LOW ||
         rocq__product_path(ctx, &low, low.w) != ROCQ_PRECISION_INT8) {
         return false;
     }
     const rocq__range made = rocq__range_of(low.y);
-    if (rocq__in_range(low.gate, made) || rocq__in_range(low.residual, made)) return false;
+    if (rocq__in_range(low.gate, made)) return false;
     low.next = first;
     for (const rocq_matmul_params *p = first; p; p = p->next, n++) {
         if (rocq__in_range(p->gate, made) || rocq__in_range(p->residual, made) ||

@@ -3122,12 +3122,21 @@ DEV void matvec_share(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &
 #undef ROCQ_X
 }
 
+// LDS of a block with LOW; lanes are those of the wave that adds B t.
+struct matvec_low_lds {
+    u32x4 b[2][2][ROCQ_K_WAVE];     // 16 numbers of each lane's row of B, of each adapter
+    float t[2][16];                 // and as many of t
+    float sums[2][ROCQ_K_WAVE];     // B t of each lane's row
+    uint32_t word[ROCQ_K_WAVE];     // the index of the word that each lane looks at first
+};
+
 // What a block works on, which of its waves this is, and the block's LDS.
 struct matvec_at {
     uint32_t block;
-    int product, first_row, wave;
+    int product, first_row, wave, k_shift;
     float *sums, *work;
     u32x4 *row_x;
+    matvec_low_lds *low;
 };
 
 // Each thread finishes one y. This is all that it needs besides the sums. It is loaded before the
@@ -3173,7 +3182,7 @@ DEV void matvec_tail_lora(const rocq_k_matvec_args &a, int product, int row, mat
 template <bool LOW> DEV int matvec_k_shift(const rocq_k_matvec_args &a, int product) {
     return LOW && product == 0 ? __ffs(a.k_step / ROCQ_K_WAVE) - 1 : a.k_shift;
 }
-// With LOW, what adapters add is left to matvec_low_tail.
+// With LOW, what adapters add is left to matvec_low_finish.
 template <bool LOW>
 DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int first_row) {
     const rocq_k_matvec_args &a = LOW ? reread_anew(a0) : reread(a0);
@@ -3305,9 +3314,9 @@ DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_
 // that the next launch will use; the launch before, which used it last, has ended. The highest bit
 // of a.low.words[0] says which set it is. A launch adds 1 << 31 to that word in total: block 0 adds
 // 1 << 31 less the number of the other blocks, and each of these adds 1. A block looks at the word
-// when it begins, and adds its share when its waves have met, each of which has seen its own look
-// by then. So the highest bit changes only when all blocks have looked, and all of them find the
-// same bit.
+// when it begins: in blocks of product 0 all waves do, in the others the one that waits for t. It
+// adds its share when all of these have seen what they looked at. So the highest bit changes only
+// when all blocks have looked, and all of them find the same bit.
 enum { MATVEC_LOOKS = 4096 }; // polls of a word until a block gives up: some milliseconds
 DEV uint32_t *matvec_low_words(const rocq_k_matvec_args &a, uint32_t turn) {
     return a.low.words + ROCQ_K_LOW_TURN + turn * ROCQ_K_MATVEC_LOW;
@@ -3323,125 +3332,171 @@ DEV void matvec_low_clear(const rocq_k_matvec_args &a, uint32_t block, uint32_t 
     for (uint32_t i = first; i < ROCQ_K_MATVEC_LOW; i += step) gstore(words + i, 0);
 }
 
-// Nothing promises that the blocks of product 0, which have the lowest numbers, begin before blocks
-// that wait for them. So the wave of a block that has waited in vain computes all of product 0
-// itself, as its blocks do, and stores the same bits.
-template <bool ROW>
-DEV void matvec_low_help(const rocq_k_matvec_args &a0, const u32x4 *row_x, uint32_t *words,
-                         float *sums) {
+// Stores the rows of t that a block has the sums of, each times its gate. One wave calls it.
+DEV void matvec_low_store(const rocq_k_matvec_args &a, int first_row, int k_shift, uint32_t *words,
+                          float gate, const float *sums) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
-    const rocq_k_matvec_args &a = reread(a0);
-    const rocq_k_matvec_weights &p = a.product[0].weights;
-    const int k_shift = matvec_k_shift<true>(a, 0);
+    const int r = lane_index(), row = first_row + r;
+    if (r >= ROWS * ROCQ_K_MATVEC_WAVES >> k_shift || row >= a.product[0].weights.m) return;
+    sums += (r / ROWS << k_shift) * ROWS + r % ROWS;
+    float t = lget(sums);
 #pragma unroll 1
-    for (int first = 0; first < p.m; first += ROWS * ROCQ_K_MATVEC_WAVES >> k_shift) {
-        wave_sync(); // the sums of before have been read
-#pragma unroll 1
-        for (int wave = 0; wave < ROCQ_K_MATVEC_WAVES; wave++) {
-            const int row = first + (wave >> k_shift) * ROWS;
-            if (row >= p.m) break;
-            matvec_products<ROCQ_K_ID_q8_0, 1, true, ROW>(a, p, row, wave & ((1 << k_shift) - 1),
-                                                          ROCQ_K_WAVE << k_shift, row_x,
-                                                          sums + wave * ROWS);
-        }
-        const matvec_tail tail = matvec_tail_of<true>(a, 0, first);
-        wave_sync();
-        if (!tail.live) continue;
-        const float y = matvec_y(tail, matvec_pair_of<1>(tail, sums));
-        put_float(tail.y_format, tail.y, first + tail.r, y);
-        matvec_low_put(words, first + tail.r, y);
-    }
-    wave_sync(); // the last sums have been read
+    for (int k = 1; k < 1 << k_shift; k++) t += lget(sums + k * ROWS);
+    t *= gate;
+    matvec_low_put(words, row, t);
+    gstore((float *)a.product[0].y + row, t);
 }
 
-// The numbers of B that a lane takes at a time: 16 of its row, of each adapter.
-struct matvec_low_b {
-    u32x4 v[2][2];
-};
-DEV matvec_low_b matvec_low_load(const rocq_k_matvec_args &a, int product, int row, int rank0) {
-    matvec_low_b b;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const rocq_k_lora &lora = a.lora[product][i];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            b.v[i][h] = make4(0, 0, 0, 0);
-            if (rank0 + 8 * h >= lora.rank) continue;
-            b.v[i][h] = gload((const u32x4 *)((const char *)lora.b + row * lora.b_stride) +
-                              rank0 / 8 + h);
+// Nothing promises that the blocks of product 0, which have the lowest numbers, begin before blocks
+// that wait for them. So a wave that has waited in vain computes all of product 0 itself. It takes
+// one row at a time, for which a few registers are enough, and adds in the order of the blocks of
+// product 0, so it stores the same bits.
+template <bool ROW>
+DEV void matvec_low_help(const rocq_k_matvec_args &a0, const u32x4 *row_x, uint32_t *words) {
+    const rocq_k_matvec_args &a = reread_anew(a0);
+    const rocq_k_matvec_weights &p = a.product[0].weights;
+    const float *const gate = (const float *)a.product[0].gate;
+    const uint32_t units = (uint32_t)a.k / 32, step = (uint32_t)a.k_step;
+    const planes<ROCQ_Q8_0> w = planes_of<ROCQ_Q8_0>(p.w, p.n_units);
+    const planes<ROCQ_Q8_0> x =
+        planes_at<ROCQ_Q8_0>(planes_of<ROCQ_Q8_0>(a.x, a.x_units), a.x_column0 * units);
+#pragma unroll 1
+    for (int row = 0; row < p.m; row++) {
+        const planes<ROCQ_Q8_0> w_row = planes_at<ROCQ_Q8_0>(w, (p.row0 + row) * units);
+        float t = 0.0f;
+#pragma unroll 1
+        for (uint32_t first = 0; first < step; first += ROCQ_K_WAVE) {
+            float sum = 0.0f;
+#pragma unroll 1
+            for (uint32_t at = first + (uint32_t)lane_index(); at < units; at += step) {
+                const raw<ROCQ_Q8_0> r = ROW ? matvec_row_unit(row_x, at)
+                                             : load_raw<ROCQ_Q8_0>(x, at);
+                const matvec_unit<ROCQ_Q8_0> u =
+                    matvec_unit_of<ROCQ_Q8_0>(load_raw<ROCQ_Q8_0>(w_row, at), at);
+                sum = matvec_add<ROCQ_Q8_0>(sum, u.q, u.f, matvec_x_of<ROCQ_Q8_0>(r));
+            }
+            sum = wave_sums<1, 1>(&sum);
+            t = first == 0 ? sum : t + sum;
+        }
+        if (gate) t *= gload(gate + row);
+        if (lane_index() == 0) {
+            matvec_low_put(words, row, t);
+            gstore((float *)a.product[0].y + row, t);
         }
     }
-    return b;
 }
-// The word that a lane looks at: the first 16 lanes look at those of w, the others at those of w2,
-// of the ranks from rank0 on. It is 1 where there is none to wait for.
-DEV uint32_t matvec_low_look(const rocq_k_matvec_args &a, int product, int rank0,
-                             const uint32_t *words, int looks) {
+
+// Copies numbers of B to LDS, 16 of each lane's row from rank0 on, of each adapter.
+DEV void matvec_low_copy(const rocq_k_matvec_args &a, const matvec_at &at, int m, int rank0) {
+    const int rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> at.k_shift, lane = lane_index();
+    const int row = min(at.first_row + (lane & (rows - 1)), m - 1);
+#pragma unroll 1
+    for (int i = 0; i < 2; i++) {
+        const rocq_k_lora &lora = a.lora[at.product][i];
+        if (rank0 >= lora.rank) continue;
+        const u32x4 *const from =
+            (const u32x4 *)((const char *)lora.b + row * lora.b_stride) + rank0 / 8;
+        copy_async(&at.low->b[i][0][lane], from, true);
+        copy_async(&at.low->b[i][1][lane], from + 1, rank0 + 8 < lora.rank);
+    }
+    copies_close();
+}
+// The index of the word that a lane looks at: the first 16 lanes look at those of w, the others at
+// those of w2, of the ranks from rank0 on. MATVEC_LOW_NONE where there is none to wait for.
+enum : uint32_t { MATVEC_LOW_NONE = UINT32_MAX };
+DEV uint32_t matvec_low_index(const rocq_k_matvec_args &a, int product, int rank0) {
     const rocq_k_lora *const lora = a.lora[product];
     const bool second = lane_index() >= 16;
     const int r = rank0 + lane_index() % 16;
-    if (r >= (second ? lora[1].rank : lora[0].rank)) return 1;
     const float *const t = second ? lora[1].t : lora[0].t;
-    const uint32_t *const from = words + (t - (const float *)a.product[0].y) + r;
-    uint32_t word = 0;
+    const uint32_t first = (uint32_t)(t - (const float *)a.product[0].y);
+    return r < (second ? lora[1].rank : lora[0].rank) ? first + (uint32_t)r : MATVEC_LOW_NONE;
+}
+DEV uint32_t matvec_low_look(const uint32_t *words, uint32_t index, int looks) {
+    uint32_t word = index == MATVEC_LOW_NONE;
 #pragma unroll 1
-    for (int i = 0; i < looks && word == 0; i++) word = atomic_look(from);
+    for (int i = 0; i < looks && word == 0; i++) word = atomic_look(words + index);
     return word;
 }
-// Sets t.lora when t = A x is there, all lanes of a wave together. word is what the first look saw,
-// and low_t is LDS for the numbers of t that a wave takes at a time. Returns false if that was in
-// vain.
-DEV bool matvec_low_tail(const rocq_k_matvec_args &a0, int product, int row, matvec_low_b b,
-                         const uint32_t *words, uint32_t word, u32x4 *low_t, matvec_tail &t) {
-    const rocq_k_matvec_args &a = reread_anew(a0);
-    const rocq_k_lora *const lora = a.lora[product];
-    float sums[2] = {0.0f, 0.0f};
+// Waits until all numbers of t that the lanes of a wave need are there; false if that was in vain.
+// word is what a lane saw at its first look, and becomes its word of the first 16 ranks.
+DEV bool matvec_low_wait(const rocq_k_matvec_args &a, const matvec_at &at, const uint32_t *words,
+                         uint32_t &word) {
+    const int rank = max(a.lora[at.product][0].rank, a.lora[at.product][1].rank);
+    if (word == 0) word = matvec_low_look(words, lget(&at.low->word[lane_index()]), MATVEC_LOOKS);
+    bool there = wave_ballot(word == 0) == 0;
 #pragma unroll 1
-    for (int rank0 = 0; rank0 < max(lora[0].rank, lora[1].rank); rank0 += 16) {
+    for (int rank0 = 16; rank0 < rank && there; rank0 += 16) {
+        const uint32_t index = matvec_low_index(a, at.product, rank0);
+        there = wave_ballot(matvec_low_look(words, index, MATVEC_LOOKS) == 0) == 0;
+    }
+    return there;
+}
+// Makes B t of the lanes' rows. Word and the copies of B are of the first 16 ranks. The loops are
+// not unrolled: a launch executes this once in a block, and fetching the instructions seems to take
+// longer than what they compute.
+DEV void matvec_low_add(const rocq_k_matvec_args &a, const matvec_at &at, int m,
+                        const uint32_t *words, uint32_t word) {
+    const rocq_k_lora *const lora = a.lora[at.product];
+    const int rank = max(lora[0].rank, lora[1].rank), lane = lane_index();
+    copies_wait<0>();
+#pragma unroll 1
+    for (int rank0 = 0; rank0 < rank; rank0 += 16) {
         if (rank0 > 0) {
-            b = matvec_low_load(a, product, row, rank0);
-            word = 0;
+            matvec_low_copy(a, at, m, rank0);
+            word = matvec_low_look(words, matvec_low_index(a, at.product, rank0), 1);
+            copies_wait<0>();
         }
-        if (word == 0) word = matvec_low_look(a, product, rank0, words, MATVEC_LOOKS);
-        if (wave_ballot(word == 0) != 0) return false;
-        lput((uint32_t *)low_t + lane_index(), ~word);
+        lput((uint32_t *)at.low->t + lane, ~word);
         wave_sync();
-#pragma unroll
+#pragma unroll 1
         for (int i = 0; i < 2; i++) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                if (rank0 + 8 * h >= lora[i].rank) continue;
+            float sum = rank0 > 0 ? lget(&at.low->sums[i][lane]) : 0.0f;
+#pragma unroll 1
+            for (int h = 0; h < 2 && rank0 + 8 * h < lora[i].rank; h++) {
+                const u32x4 b = lget(&at.low->b[i][h][lane]);
+                const u32x4 *const t = (const u32x4 *)at.low->t[i] + 2 * h;
 #pragma unroll
                 for (int q = 0; q < 2; q++) {
                     float u[4], v[4];
-                    decode_vector<ROCQ_F16>(b.v[i][h], q, u);
-                    decode_vector<ROCQ_F32>(lget(low_t + 4 * i + 2 * h + q), 0, v);
+                    decode_vector<ROCQ_F16>(b, q, u);
+                    decode_vector<ROCQ_F32>(lget(t + q), 0, v);
 #pragma unroll
-                    for (int e = 0; e < 4; e++) sums[i] = fmaf(u[e], v[e], sums[i]);
+                    for (int e = 0; e < 4; e++) sum = fmaf(u[e], v[e], sum);
                 }
             }
+            lput(&at.low->sums[i][lane], rank0 + 16 < rank ? sum : lora[i].scale * sum);
         }
-        wave_sync(); // low_t has been read
+        wave_sync(); // t and b have been read
     }
-    t.lora[0] = lora[0].rank > 0 ? lora[0].scale * sums[0] : 0.0f;
-    t.lora[1] = lora[1].rank > 0 ? lora[1].scale * sums[1] : 0.0f;
-    return true;
 }
 
 // What a block with LOW loads when it begins, so that these trips to memory are over when its sums
-// are there: the word of the turn, and a word of each of its rows of B, so that the rows are in the
-// caches when wave 0 reads them. In blocks of product 0 all waves need the turn, in the others wave
-// 0 alone adds B t. On NVIDIA ptxas drops the loads of B, whose results nobody uses; a prefetch
-// instruction in their place gained nothing there (H100).
+// are there: the word of the turn; of product 0 the gate; of the others B, in LDS, or where copies
+// are not asynchronous a word of each row, which brings it into the caches. In blocks of product 0
+// all waves need the turn, in the others the wave that adds B t. Each lane loads a word, of which
+// the first is the turn's: one that all lanes load would go to a uniform register, and nvcc's code
+// would wait for it before it loads any weights.
+enum { MATVEC_LOW_WAVE = ROCQ_K_MATVEC_WAVES - 1 };
 struct matvec_low_early {
     uint32_t turn, touched[2];
+    float gate; // of product 0
 };
 DEV void matvec_low_begin(const rocq_k_matvec_args &a, const matvec_at &at, int m,
                           matvec_low_early &early) {
-    if (at.product != 0 && at.wave != 0) return;
-    early = {atomic_look(a.low.words), {0, 0}};
-    const int k_shift = matvec_k_shift<true>(a, at.product);
-    const int rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> k_shift;
+    if (at.product != 0 && at.wave != MATVEC_LOW_WAVE) return;
+    early = {atomic_look(a.low.words + lane_index()), {0, 0}, 1.0f};
+    if (at.product == 0) {
+        const float *const gate = (const float *)a.product[0].gate;
+        if (gate && at.wave == 0) early.gate = gload(gate + min(at.first_row + lane_index(), m - 1));
+        return;
+    }
+    lput(&at.low->word[lane_index()], matvec_low_index(a, at.product, 0));
+    if constexpr (COPIES_ASYNC) {
+        matvec_low_copy(a, at, m, 0);
+        return;
+    }
+    const int rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> at.k_shift;
     const int row = min(at.first_row + (lane_index() & (rows - 1)), m - 1);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -3472,49 +3527,53 @@ DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p,
     for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) computed(touched[r]);
 }
 
-// The end of a block with LOW: its sums are in LDS behind the barrier. Wave 0 of a block of product
-// 0 stores its rows of t, that of another one waits for them and adds B t to what its block stores.
+// The waves of a block meet, wherever in their code. A place of its own for each wave makes ptxas
+// keep what only one of them needs apart: with common ones a step takes 1.02 times as long (H100).
+DEV void matvec_low_meet() { block_sync_lds(); }
+
+// The end of a block with LOW. In blocks of product 0 wave 0 stores t. In the others one wave waits
+// for t and makes B t, while wave 0 prepares all else that a block needs to store y; neither has to
+// carry out the instructions of the other, of which both have many.
 template <int N, bool ROW>
-DEV void matvec_low_finish(const rocq_k_matvec_args &a, const matvec_at &at,
-                           matvec_low_early &early, matvec_tail &tail) {
-    const int product = at.product, first_row = at.first_row;
-    const bool first_wave = at.wave == 0;
-    matvec_low_b b;
-    uint32_t turn = 0, word = 1;
-    if (product == 0 || first_wave) turn = wave_read(early.turn, 0) >> 31;
-    uint32_t *const words = matvec_low_words(a, turn);
-    if (product != 0 && first_wave) {
-        if (!ROW) matvec_low_touched(early);
-        word = matvec_low_look(a, product, 0, words, 1);
-        b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
-    }
-    block_sync_lds();
-    if (!first_wave) { // wave 0 has all that is live
-        if (product == 0) matvec_low_clear(a, at.block, turn);
+DEV void matvec_low_finish(const rocq_k_matvec_args &a, const matvec_at &at, int m,
+                           matvec_low_early &early) {
+    const bool first_wave = at.wave == 0, low_wave = at.wave == MATVEC_LOW_WAVE;
+    if (at.product == 0) {
+        const uint32_t turn = wave_read(early.turn, 0) >> 31;
+        block_sync_lds();
+        if (first_wave) {
+            matvec_low_store(a, at.first_row, at.k_shift, matvec_low_words(a, turn), early.gate,
+                             at.sums);
+            const uint32_t share = at.block == 0 ? (1u << 31) - (a.low.n_blocks - 1) : 1;
+            if (thread_index() == 0) atomic_add(a.low.words, share);
+        } else {
+            matvec_low_clear(a, at.block, turn);
+        }
         return;
     }
-    if (thread_index() == 0) {
-        atomic_add(a.low.words, at.block == 0 ? (1u << 31) - (a.low.n_blocks - 1) : 1);
+    if (low_wave) {
+        if (!ROW && !COPIES_ASYNC) matvec_low_touched(early);
+        uint32_t *const words = matvec_low_words(a, wave_read(early.turn, 0) >> 31);
+        uint32_t word = matvec_low_look(words, lget(&at.low->word[lane_index()]), 1);
+        if (!COPIES_ASYNC) matvec_low_copy(a, at, m, 0);
+        if (lane_index() == 0) atomic_add(a.low.words, 1);
+        matvec_low_meet();
+        while (!matvec_low_wait(a, at, words, word)) matvec_low_help<ROW>(a, at.row_x, words);
+        matvec_low_add(a, at, m, words, word);
+        matvec_low_meet();
+        return;
     }
+    matvec_tail tail;
     matvec_pair both = {0.0f, 1.0f};
+    tail.live = false; // wave 0 has all that is live
+    if (first_wave) tail = matvec_tail_of<true>(a, at.product, at.first_row);
+    matvec_low_meet();
     if (tail.live) both = matvec_pair_of<N>(tail, at.sums);
-    if (product != 0) {
-        u32x4 *const low_t = (u32x4 *)at.work;
-        for (;;) {
-            const int lora_row = min(first_row + tail.r, tail.m - 1);
-            if (matvec_low_tail(a, product, lora_row, b, words, word, low_t, tail)) break;
-            matvec_low_help<ROW>(a, at.row_x, words, at.sums);
-            // Loaded a second time, so that matvec_low_help has the registers of tail and b.
-            tail = matvec_tail_of<true>(a, product, first_row);
-            b = matvec_low_load(a, product, min(first_row + tail.r, tail.m - 1), 0);
-            word = 0;
-        }
-    }
-    if (tail.live) {
-        const float y = matvec_y(tail, both);
-        if (product == 0) matvec_low_put(words, first_row + tail.r, y);
-        matvec_put<N>(a, tail, first_row, at.sums, y);
-    }
+    matvec_low_meet();
+    if (!tail.live) return;
+    tail.lora[0] = lget(&at.low->sums[0][tail.r]);
+    tail.lora[1] = lget(&at.low->sums[1][tail.r]);
+    matvec_put<N>(a, tail, at.first_row, at.sums, matvec_y(tail, both));
 }
 
 // What a block does. F: the format of all products, MATVEC_MIXED or MATVEC_LOW where each has its
@@ -3531,7 +3590,8 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
     LDS(float, sums, 2 * ROCQ_K_MATVEC_WAVES * ROWS * N);
     LDS(u32x4, row_x, ROW ? ROW_VECTORS : 1);
-    LDS(float, work, ROW || LOW ? BLOCK_WORK : 1);
+    LDS(float, work, ROW ? BLOCK_WORK : 1);
+    LDS(matvec_low_lds, low, 1);
     uint32_t block = a.common.block0, begin = 0;
     int product = 0;
 #if defined(__CUDACC__) // as a loop: then nvcc keeps the product in its uniform registers
@@ -3572,7 +3632,7 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> k_shift);
     const int row = first_row + (wave >> k_shift) * ROWS, k_wave = wave & ((1 << k_shift) - 1);
     float *out = sums + wave * ROWS * N;
-    const matvec_at at = {block, product, first_row, wave, sums, work, row_x};
+    const matvec_at at = {block, product, first_row, wave, k_shift, sums, work, row_x, low};
     matvec_low_early early;
     if constexpr (ROW) {
 #define ROCQ_QUADS(n) matvec_row<F, n, LOW>(a, p, at, row, k_wave, early)
@@ -3580,16 +3640,18 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
         else if (a.k > 1024) ROCQ_QUADS(2);
         else ROCQ_QUADS(1);
 #undef ROCQ_QUADS
-        if (LOW && product != 0 && wave == 0) matvec_low_touched(early);
+        if (LOW && !COPIES_ASYNC && product != 0 && wave == MATVEC_LOW_WAVE) {
+            matvec_low_touched(early);
+        }
     } else if constexpr (LOW) {
         matvec_low_begin(a, at, p.m, early);
     }
     if (row < p.m) matvec_share<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
-    matvec_tail tail = matvec_tail_of<LOW>(a, product, first_row);
     if constexpr (LOW) {
-        matvec_low_finish<N, ROW>(a, at, early, tail);
+        matvec_low_finish<N, ROW>(a, at, p.m, early);
         return;
     }
+    const matvec_tail tail = matvec_tail_of<false>(a, product, first_row);
     block_sync_lds();
     if (!tail.live) return;
     const float y = matvec_y(tail, matvec_pair_of<N>(tail, sums));
@@ -3633,13 +3695,12 @@ ROCQ_K_INT8_FORMATS(ROCQ_X_ROW, )
 KERNEL_WAVES(matvec_row_mixed, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_MIXED, 1, true, true>(a);
 }
-// With 8 waves matvec_int8_low_n1 spills. A step of a 1.1B with adapters of rank 16 took 807 us on
-// an H200 with 4 waves in both kernels, 795 with 6 and 820 with 8, when a wave that had waited in
-// vain still kept its tail in registers.
+// With 8 waves both spill. A step of a 1.1B with adapters of rank 16 takes 1.11 times one without as
+// here, and 1.125 times with 8 waves in matvec_row_low (H100, without A's gate).
 KERNEL_WAVES(matvec_int8_low_n1, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_LOW, 1, true, false, true>(a);
 }
-KERNEL_WAVES(matvec_row_low, rocq_k_matvec_args, 256, 8) {
+KERNEL_WAVES(matvec_row_low, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_LOW, 1, true, true, true>(a);
 }
 #undef ROCQ_X_ROW

@@ -2562,7 +2562,7 @@ static void test_graph_joins_low(void **state) {
     (void)state;
     const uint64_t saved = random_state;
     static const rocq_format formats[] = {ROCQ_Q4_K, ROCQ_Q8_0, ROCQ_Q6_K, ROCQ_Q4_0};
-    for (int i = 0; i < 25; i++) {
+    for (int i = 0; i < 30; i++) {
         const int n = i % 3 == 0 ? 3 : 1;
         const bool pair = i % 3 == 1, normed = i % 4 < 2, as_f32 = i == 8, gates = i == 11;
         const bool other = i >= 18 && i <= 20; // a w in a format that the kernels do not know
@@ -2571,13 +2571,14 @@ static void test_graph_joins_low(void **state) {
         const bool coarse = i == 12; // A in another format than Q8_0
         const bool coded = i == 14 || i == 16; // y in Q8_0, with zeros
         const bool in_place = i == 15, takes_t = i == 17; // t is its own residual, or that of y
+        const int epilogue = i >= 25 ? i - 24 : 0; // of t, more than a gate in F32
         const int64_t k = i % 5 == 4 ? 4352 : i % 5 == 3 ? 4096 : i % 5 == 2 ? 2048 : 768;
         const int64_t rank = over ? 344 : full ? 512 : i % 2 ? 16 : 8;
         const int64_t all = rank * (pair ? 2 : n);
         const int64_t m = gates || takes_t ? all : pair || coded ? 96 : n == 3 ? 70 : k;
         box x = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1);
         box weight = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1);
-        box gate = box_random(BOX_PLAIN, ROCQ_F32, 1, all, 1, 1, 1);
+        box gate = box_random(BOX_PLAIN, epilogue == 1 ? ROCQ_F16 : ROCQ_F32, 1, all, 1, 1, 1);
         box h = box_make(BOX_PLAIN, ROCQ_Q8_0, k, 1, 1, 1);
         box a = box_make(BOX_PLAIN, coarse ? ROCQ_Q4_0 : ROCQ_Q8_0, k, all, 1, 1);
         box t = in_place ? box_random(BOX_PLAIN, ROCQ_F32, 1, all, 1, 1, 1)
@@ -2620,8 +2621,14 @@ static void test_graph_joins_low(void **state) {
         }
         const rocq_norm_params norm = {.y = &h.t, .x = &x.t, .weight = &weight.t, .eps = 1e-6f};
         const rocq_matmul_params low = {.y = &t.t, .w = &a.t, .x = &h.t,
-                                        .gate = gates ? &y[0].t : &gate.t,
-                                        .residual = in_place ? &t.t : NULL};
+                                        .gate = gates ? &y[0].t : epilogue < 2 ? &gate.t : NULL,
+                                        .residual = in_place        ? &t.t
+                                                    : epilogue == 2 ? &gate.t
+                                                                    : NULL,
+                                        .bias = epilogue == 3 ? &gate.t : NULL,
+                                        .activation = epilogue == 4 ? ROCQ_ACT_RELU
+                                                                    : ROCQ_ACT_IDENTITY,
+                                        .softcap = epilogue == 5 ? 2.0f : 0.0f};
         joined j = {{ROCQ_OP_MATMUL}, {{{0}}}, 0};
         if (normed) joined_add(&j, ROCQ_OP_RMSNORM, &norm);
         joined_add(&j, ROCQ_OP_MATMUL, &low);
@@ -2634,7 +2641,7 @@ static void test_graph_joins_low(void **state) {
             else products->matmul.lora_t2 = &parts[q];
         }
         const int apart = normed && k > ROCQ_K_MATVEC_ROW_K; // the norm has a launch of its own
-        const bool two = gates || coarse || in_place || takes_t || other || over || away;
+        const bool two = epilogue || gates || coarse || in_place || takes_t || other || over || away;
         joined_check(&j, out, 1 + n, apart + (as_f32 ? 3 : two ? 2 : 1),
                      say("adapters of %d of %d, case %d", n, (int)k, i));
         for (int q = 0; q < n + pair; q++) {
