@@ -392,7 +392,7 @@ static rocq_format vae__weight_format(const vae_model *m, rocq_format file, int6
 // the CPU multiplies; F16 is what a GPU multiplies in anyway.
 static void vae__choose_folded(const vae_model *m, vae_conv *conv) {
     const bool halves = conv->format == ROCQ_F16 || conv->format == ROCQ_BF16;
-    conv->folded = conv->upsample == 2 && conv->k == 3 && conv->stride == 1 &&
+    conv->folded = !m->options.unfolded && conv->upsample == 2 && conv->k == 3 && conv->stride == 1 &&
                    conv->entry->n_dims != 2 && // else taps may be in rocq_conv's order already
                    (conv->format == ROCQ_F32 || conv->format == ROCQ_F16 || (halves && !m->gpu));
     if (!conv->folded || !halves || m->gpu) return;
