@@ -402,7 +402,8 @@
               from its caches.
               Gone: rocq_arena_init_growing and rocq_arena_free; rocq_pool serves what grows.
               rocq_scratch_size; ops between rocq_plan_begin and rocq_plan_end tell it.
-              Pictures: rocq_conv, rocq_conv_weights, rocq_norm_stats, rocq_resize, rocq_pixels.
+              Pictures: rocq_conv, rocq_conv_weights (folded: behind a doubling), rocq_norm_stats,
+              rocq_resize, rocq_pixels.
               Training: rocq_matmul_backward, _attention_backward, _norm_backward,
               _activate_backward, _glu_backward, _gather_backward, rocq_cross_entropy,
               rocq_grad_norm, rocq_adamw; backward of rocq_rope, lse of rocq_attention. Adapters:
@@ -2783,6 +2784,7 @@ enum {
     ROCQ_K_MATVEC_ROW_K = 4096, // largest K of a matvec_row
     ROCQ_K_MATVEC_LDS = 2048, // most bytes of LDS of a matvec: two sums a row and column, a wave
     ROCQ_K_MATVEC_ROW_LDS = ROCQ_K_MATVEC_ROW_K / 32 * 34 + 384, // x in Q8_0, sums, the norm's work
+    ROCQ_K_MATVEC_LOW_LDS = 2560, // and of those with adapters beyond that
     ROCQ_K_FEW = 8,           // columns up to which a product is a matvec
     ROCQ_K_MATMUL_M = 128,    // a block of a matmul: rows of w, and below, by precision, columns
     ROCQ_K_MATMUL_F16_N = 128,
@@ -13030,6 +13032,7 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
 #undef ROCQ__MM_BOOK
 #undef ROCQ__MM_VNNI
 #undef ROCQ__MM_FILL
+#undef ROCQ__MM_FILL_VNNI
 #undef ROCQ__MM_WIDE
 #undef ROCQ__MM_AVX2
 #endif
@@ -18778,7 +18781,10 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel, uint32_t threads)
     if (kernel == ROCQ_K_conv_lds_128 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_128_BYTES;
     if (gpu->matvec_lds == 0 || !rocq__is_matvec(kernel)) return 0;
     const bool row = kernel >= ROCQ_K_matvec_row_q4_0 && kernel <= ROCQ_K_matvec_row_low;
-    return gpu->matvec_lds - (row ? ROCQ_K_MATVEC_ROW_LDS : ROCQ_K_MATVEC_LDS);
+    const bool low = kernel == ROCQ_K_matvec_row_low || kernel == ROCQ_K_matvec_int8_low_n1;
+    const uint32_t own = (row ? (uint32_t)ROCQ_K_MATVEC_ROW_LDS : (uint32_t)ROCQ_K_MATVEC_LDS) +
+                         (low ? (uint32_t)ROCQ_K_MATVEC_LOW_LDS : 0);
+    return gpu->matvec_lds > own ? gpu->matvec_lds - own : 0;
 }
 
 // Submits one launch of the whole grid and returns HIP's error number.

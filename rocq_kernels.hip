@@ -3129,6 +3129,7 @@ struct matvec_low_lds {
     float sums[2][ROCQ_K_WAVE];     // B t of each lane's row
     uint32_t word[ROCQ_K_WAVE];     // the index of the word that each lane looks at first
 };
+static_assert(sizeof(matvec_low_lds) == ROCQ_K_MATVEC_LOW_LDS, "rocq__lds_of counts on it");
 
 // What a block works on, which of its waves this is, and the block's LDS.
 struct matvec_at {

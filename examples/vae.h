@@ -820,7 +820,8 @@ static int64_t vae__loading_bytes(const vae_model *m) {
     int64_t most = 0;
     for (int32_t i = 0; i < m->net->n_convs; i++) {
         const vae_conv *c = &m->net->convs[i];
-        const int64_t rows = 2 * c->w.ne[0] * (int64_t)sizeof(float);
+        const int64_t read = (int64_t)c->c * c->k * c->k * c->kt; // w.ne[0], if it is not folded
+        const int64_t rows = (read + c->w.ne[0]) * (int64_t)sizeof(float);
         const int64_t bytes = rows + (m->gpu ? rocq_tensor_size(&c->w) : 0);
         if (c->streamed && bytes > most) most = bytes;
     }

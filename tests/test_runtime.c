@@ -716,7 +716,7 @@ static void what_is_ignored_is_told(void **state) {
 }
 
 // The least or the most LDS that a matvec (or a matvec_row) has of its own, as compiled for gfx11.
-static int32_t own_lds(bool row, bool most) {
+static int32_t own_lds(bool row, bool low, bool most) {
     int32_t found = -1;
     char line[256];
     FILE *table = fopen("tests/gfx11/kernels.tsv", "r");
@@ -725,6 +725,7 @@ static int32_t own_lds(bool row, bool most) {
         int lds;
         if (sscanf(line, "matvec_%*s %d", &lds) != 1) continue;
         if ((strncmp(line, "matvec_row_", 11) == 0) != row) continue;
+        if ((strstr(line, "_low") != NULL) != low) continue;
         if (found < 0 || (most ? lds > found : lds < found)) found = lds;
     }
     fclose(table);
@@ -743,14 +744,17 @@ static void waves_are_limited_by_lds(void **state) {
         desc.max_waves = waves;
         const rocq_info info = open_shared(&desc, &ctx);
         assert_int_equal(info.max_waves, waves);
-        for (int i = 0; i < 4; i++) {
-            const bool row = i / 2 == 1;
-            const int kernel = row ? ROCQ_K_matvec_row_q4_0 : ROCQ_K_matvec_f32_f32_n1;
-            const int32_t own = own_lds(row, i % 2 == 1);
+        for (int i = 0; i < 8; i++) {
+            const bool row = i / 2 % 2 == 1, low = i >= 4;
+            const int kernel = low   ? row ? ROCQ_K_matvec_row_low : ROCQ_K_matvec_int8_low_n1
+                               : row ? ROCQ_K_matvec_row_q4_0
+                                     : ROCQ_K_matvec_f32_f32_n1;
+            const int32_t own = own_lds(row, low, i % 2 == 1);
             const int32_t granted = (int32_t)rocq__lds_of(ctx->gpu, kernel, 256);
             const rocq_occupancy_params p = {.target = 0x1100, .vgprs = 64, .threads = 256,
                                              .lds_bytes = own + granted};
-            assert_true(own <= (row ? ROCQ_K_MATVEC_ROW_LDS : ROCQ_K_MATVEC_LDS));
+            assert_true(own <= (row ? ROCQ_K_MATVEC_ROW_LDS : ROCQ_K_MATVEC_LDS) +
+                                   (low ? ROCQ_K_MATVEC_LOW_LDS : 0));
             rocq_occupancy o;
             assert_int_equal(rocq_get_occupancy(&p, &o), ROCQ_OK);
             if (o.waves != waves) fail_msg("%d waves, own LDS %d: %g", waves, own, o.waves);

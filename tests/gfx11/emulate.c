@@ -713,15 +713,17 @@ static void sample(emulated *e, int scale, int format, int p) {
     X(iq4_nl, IQ4_NL) X(iq4_xs, IQ4_XS) X(mxfp4, MXFP4)
 // Work: products of 16x16x16. 3x3 over two tiles of 8 by 16 positions, one a unit's block each,
 // with group norm and SiLU of x and a residual, or plain.
-static void conv_3x3(emulated *e, int scale, rocq_format format, int m, bool fused) {
+// folded: of doubled positions, four kernels of 2x2 taps.
+static void conv_3x3(emulated *e, int scale, rocq_format format, int m, bool fused, bool folded) {
     const int32_t n_units = gpu->gpu->chip.n_units;
-    const int64_t c = 64 * scale, w = 16, h = 16;
-    box *x = normal(format, 1, c, w, h), *y = output(ROCQ_F16, m, w, h);
-    box *weight = normal(ROCQ_F16, 0.1f, c * 9, m, 1), *bias = normal(ROCQ_F32, 1, m, 1, 1);
+    const int64_t c = 64 * scale, w = 16, h = folded ? 32 : 16, up = folded ? 2 : 1;
+    const int64_t taps = folded ? 4 : 9;
+    box *x = normal(format, 1, c, w / up, h / up), *y = output(ROCQ_F16, m, w, h);
+    box *weight = normal(ROCQ_F16, 0.1f, c * taps, m, folded ? 4 : 1), *bias = normal(ROCQ_F32, 1, m, 1, 1);
     box *stats = normal(ROCQ_F32, 1, 2, 32, 1), *residual = normal(ROCQ_F16, 1, m, w, h);
     box *gain = normal(ROCQ_F32, 1, c, 1, 1), *shift = normal(ROCQ_F32, 1, c, 1, 1);
     rocq_conv_params p = {.y = &y->t, .w = &weight->t, .x = &x->t, .bias = &bias->t, .kw = 3,
-                          .kh = 3};
+                          .kh = 3, .upsample = (int32_t)up, .folded = folded};
     if (fused) {
         p.stats = &stats->t;
         p.norm_weight = &gain->t;
@@ -733,15 +735,18 @@ static void conv_3x3(emulated *e, int scale, rocq_format format, int m, bool fus
     compare(e, ROCQ_OP_CONV, &p, &p, &y, 1, NULL);
     gpu->gpu->chip.n_units = n_units;
     snprintf(e->shape, sizeof e->shape, "3x3, C %d, M %d, %d x %d%s", (int)c, m, (int)w, (int)h,
-             fused ? ", norm, SiLU, residual" : "");
+             fused ? ", norm, SiLU, residual" : folded ? ", folded" : "");
     e->bound = 1e-5;
-    e->work = (double)((m + 15) / 16) * (double)(w * h / 16) * (double)(c / 16) * 9;
+    e->work = (double)((m + 15) / 16) * (double)(w * h / 16) * (double)(c / 16) * (double)taps;
 }
 static void conv(emulated *e, int scale, int format, int m) {
-    conv_3x3(e, scale, (rocq_format)format, m, false);
+    conv_3x3(e, scale, (rocq_format)format, m, false, false);
 }
 static void conv_fused(emulated *e, int scale, int format, int m) {
-    conv_3x3(e, scale, (rocq_format)format, m, true);
+    conv_3x3(e, scale, (rocq_format)format, m, true, false);
+}
+static void conv_folded(emulated *e, int scale, int format, int m) {
+    conv_3x3(e, scale, (rocq_format)format, m, false, true);
 }
 static void norm_stats(emulated *e, int scale, int format, int c) {
     (void)scale;
@@ -838,6 +843,7 @@ static const struct {
     {"sample", "element", sample, 0, 0, 1},
     {"conv_f16_128", "16x16x16", conv, ROCQ_F16, 128, 2},
     {"conv_f16_128", "16x16x16", conv_fused, ROCQ_F16, 128, 2},
+    {"conv_f16_128", "16x16x16", conv_folded, ROCQ_F16, 128, 2},
     {"conv_f32_128", "16x16x16", conv_fused, ROCQ_F32, 128, 2},
     {"conv_f16_64", "16x16x16", conv, ROCQ_F16, 64, 2},
     {"conv_f16_16", "16x16x16", conv, ROCQ_F16, 3, 2},
