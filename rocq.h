@@ -1464,11 +1464,12 @@ typedef struct rocq_delta_net_params {
 //   [2, G, 1 or N]  of G groups of C / G channels: (x - mean) rstd norm_weight[c] + norm_bias[c],
 //                   with mean and rstd of x's group (GroupNorm)
 //   [1, W, H, N]    of each position: x rstd norm_weight[c] + norm_bias[c] (channel RMS norm)
-// Folded weights: with upsample 2 the three taps of a direction read only two positions of x, two
-// taps the same one. Which two depends on whether the first of them is the first or the second copy
-// of its position. So there are four kernels of 2 x 2 taps, each for every other column and row of
-// y, whose weights are sums of the 3 x 3 taps: 4/9 of the products, for 16/9 of the memory of w.
-// Results differ by the rounding of those sums in w's format.
+// Folded weights: upsample 2 repeats each position of x, so two of the three taps of a direction
+// read the same position, and their weights can be added up beforehand: those of taps 0 and 1 where
+// the first tap reads the first copy of a position, and those of taps 1 and 2 where it reads the
+// second. So there are four kernels of 2 x 2 taps, each for every other column and row of y: 4/9 of
+// the products, for 16/9 of the memory of w. Results differ by the rounding of the sums in w's
+// format.
 typedef struct rocq_conv_params {
     const rocq_tensor *y;           // F32, F16 or BF16 [M, OW, OH, N]
     const rocq_tensor *w;           // any format [C kw kh kt, M], see rocq_conv_weights; folded:
@@ -20190,8 +20191,9 @@ static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_tile *t,
 // The best of n_tiles tiles. kernel: a kernel of the backward, which limits them to its own, or -1.
 static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__lds_tile *tiles,
                                             const rocq__lds_pace *paces, int32_t n_tiles,
-                                            const rocq__site *s, const rocq__lds_use *use, int32_t kernel,
-                                            int32_t *n_splits, double *best_ns) {
+                                            const rocq__site *s, const rocq__lds_use *use,
+                                            int32_t kernel, int32_t *n_splits,
+                                            double *best_ns) {
     int32_t best = -1, splits[ROCQ__SPLITS];
     const int32_t n = rocq__tile_splits(s, splits);
     for (int32_t i = 0; i < n_tiles * n; i++) {
@@ -21328,7 +21330,7 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
                                  asked == ROCQ_PRECISION_F32 ? "F32" : "INT8");
         return;
     }
-    if (s.k > ROCQ__MATMUL_K || s.m > INT32_MAX / 2 || s.w > INT32_MAX / 4 || s.h > INT32_MAX / 4) {
+    if (s.k > ROCQ__MATMUL_K || s.m > INT32_MAX / 4 || s.w > INT32_MAX / 4 || s.h > INT32_MAX / 4) {
         job->result =
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "conv: a shape too large for the GPU");
         return;
@@ -24177,10 +24179,10 @@ static bool rocq__low_takes(const rocq_tensor *w) {
 }
 
 // The product of an adapter's A and x into products of that x whose adapters read it, for one
-// column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch. Of an epilogue
-// A's product may have a gate in F32. Blocks load gate, residual and bias before they wait for that
-// product, and one that waits in vain computes it again: so none of the three may overlap its y, its
-// own gate neither.
+// column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch. Of the
+// epilogue's parts A's product may have a gate in F32 and no other. Blocks load gate, residual and
+// bias before they wait for that product, and one that waits in vain computes it again: so none of
+// the three may overlap its y, nor may its own gate.
 static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
     const rocq__node *next = node->next;
     if (!next || next->op->id != ROCQ_OP_MATMUL) return false;
@@ -24189,8 +24191,8 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
     bool reads = false;
     int32_t n = 1;
     if (low.next || low.w2 || low.lora_b || low.y->format != ROCQ_F32 || low.bias || low.residual ||
-        (low.gate && low.gate->format != ROCQ_F32) || low.activation != ROCQ_ACT_IDENTITY || low.softcap > 0.0f ||
-        low.w->format != ROCQ_Q8_0 ||
+        (low.gate && low.gate->format != ROCQ_F32) || low.activation != ROCQ_ACT_IDENTITY ||
+        low.softcap > 0.0f || low.w->format != ROCQ_Q8_0 ||
         rocq_tensor_count(low.x) != low.x->ne[0] || low.y->ne[0] > ROCQ_K_MATVEC_LOW ||
         rocq__product_path(ctx, &low, low.w) != ROCQ_PRECISION_INT8) {
         return false;

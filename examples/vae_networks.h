@@ -387,15 +387,17 @@ static rocq_format vae__weight_format(const vae_model *m, rocq_format file, int6
     return info->block_elems > 1 && k % info->block_elems != 0 ? ROCQ_F16 : file;
 }
 
-// Where positions are doubled, taps that read the same one are added up when the weights are loaded:
-// 4 of 9 products are left. Sums of BF16 weights would lose bits that those have in F32, in which
-// the CPU multiplies; F16 is what a GPU multiplies in anyway.
+// Where positions are doubled, taps that read the same one are added up when the weights are
+// loaded, which leaves 4 of 9 products (see rocq_conv_params). The CPU multiplies in F32, so it
+// keeps the sums in F32. A GPU multiplies in F16, so sums in F16 will do; in BF16 they would lose
+// bits, so such weights stay as they are.
 static void vae__choose_folded(const vae_model *m, vae_conv *conv) {
-    const bool halves = conv->format == ROCQ_F16 || conv->format == ROCQ_BF16;
-    conv->folded = !m->options.unfolded && conv->upsample == 2 && conv->k == 3 && conv->stride == 1 &&
+    const bool f32 = conv->format == ROCQ_F32, f16 = conv->format == ROCQ_F16;
+    conv->folded = !m->options.unfolded && conv->upsample == 2 && conv->k == 3 &&
+                   conv->stride == 1 &&
                    conv->entry->n_dims != 2 && // else taps may be in rocq_conv's order already
-                   (conv->format == ROCQ_F32 || conv->format == ROCQ_F16 || (halves && !m->gpu));
-    if (!conv->folded || !halves || m->gpu) return;
+                   (f32 || f16 || (conv->format == ROCQ_BF16 && !m->gpu));
+    if (!conv->folded || f32 || m->gpu) return;
     conv->format = ROCQ_F32;
     conv->why = "F32, in which taps that read the same position are added up";
 }

@@ -1671,8 +1671,8 @@ static void check_conv(const picture *s) {
                           .norm_bias = weighted ? &shift.t : NULL,
                           .kw = s->kw, .kh = s->kh, .kt = s->kt, .stride = s->stride,
                           .upsample = s->upsample, .folded = s->folded, .pad_x = s->pad_x,
-                          .pad_y = s->pad_y, .x_activation = s->x_activation, .activation = s->activation,
-                          .x_scale = s->x_scale};
+                          .pad_y = s->pad_y, .x_activation = s->x_activation,
+                          .activation = s->activation, .x_scale = s->x_scale};
     on_gpu_as(&w, s->planar);
     // x is normalised and activated by the blocks that load it, and then, where a block could do
     // so, by a pass of its own, which a chip with so much bandwidth prefers.
@@ -2601,7 +2601,8 @@ static void test_graph_joins_low(void **state) {
         for (int j = 0; j < n + pair; j++) {
             const int64_t rows = j == 2 ? 33 : m;
             const rocq_format f = formats[(i + (pair ? 0 : j)) % 4];
-            w[j] = box_make(BOX_PLAIN, other && (pair || j == n - 1) ? ROCQ_Q5_K : f, k, rows, 1, 1);
+            const rocq_format own = other && (pair || j == n - 1) ? ROCQ_Q5_K : f;
+            w[j] = box_make(BOX_PLAIN, own, k, rows, 1, 1);
             b[j] = box_random(BOX_PLAIN, as_f32 ? ROCQ_F32 : ROCQ_F16, 0.1f, rank, rows, 1, 1);
             random_weights(&w[j]);
             on_gpu_as(&w[j], true);
@@ -2646,7 +2647,8 @@ static void test_graph_joins_low(void **state) {
             else products->matmul.lora_t2 = &parts[q];
         }
         const int apart = normed && k > ROCQ_K_MATVEC_ROW_K; // the norm has a launch of its own
-        const bool two = epilogue || gates || coarse || in_place || takes_t || other || over || away;
+        const bool two =
+            epilogue || gates || coarse || in_place || takes_t || other || over || away;
         joined_check(&j, out, 1 + n, apart + (as_f32 ? 3 : two ? 2 : 1),
                      say("adapters of %d of %d, case %d", n, (int)k, i));
         for (int q = 0; q < n + pair; q++) {
