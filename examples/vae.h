@@ -198,7 +198,7 @@ typedef struct vae__stack {
 
 typedef struct vae__segment_of {
     int32_t end, tile; // up to module end; pixels, 0 = whole
-    bool bands;        // one module in bands of `tile` rows of pixels, see vae__bands
+    bool bands;        // in bands of `tile` rows of pixels, see vae__bands
 } vae__segment_of;
 
 typedef struct vae_model {
@@ -613,7 +613,7 @@ static rocq_result vae__choose(vae_model *m, const rocq_tensor *input) {
             if (m->video ? a == 0 && convs : b == a + 1) {
                 result = vae__measure_edge(m, input, a, b, 0, false, &g->edges[a][b][0]);
             }
-            if (result == ROCQ_OK && a > 0 && b == a + 1 && vae__bandable(m, a, m->plan.tile)) {
+            if (result == ROCQ_OK && a > 0 && vae__bandable(m, a, b, m->plan.tile)) {
                 result = vae__measure_edge(m, input, a, b, m->plan.tile, true, &g->edges[a][b][2]);
             }
             if (result != ROCQ_OK || (m->video && b < g->n) || !vae__tileable(m, a, b)) continue;

@@ -471,25 +471,46 @@ static rocq_result vae__time(vae_model *m, const vae_module *mod, const vae__val
 // A block in bands of rows, in the place of its input
 // ---------------------------------------------------------------------------------------------
 
-// Whether module i can run so: two convolutions or more, all of 3 x 3, to which the input is added,
-// or 1 x 1 of it with at most as many channels. Values of a video go through in chunks instead.
-static bool vae__bandable(const vae_model *m, int32_t i, int32_t tile) {
-    const vae_module *mod = &m->net->modules[i];
+// The block of modules a to b - 1, or NULL: it is the last of them, behind nothing or behind one
+// convolution that doubles positions.
+static const vae_module *vae__block_of(const vae_model *m, int32_t a, int32_t b) {
+    const vae_module *mod = &m->net->modules[b - 1];
+    const vae_module *doubling = &m->net->modules[a];
+    if (b - a > 2 || mod->kind != VAE__CONVS || mod->n < 2 || mod->n > 3 ||
+        mod->residual == VAE__NO_RESIDUAL) return NULL;
+    if (b - a == 1) return mod;
+    const vae_conv *c = &m->net->convs[doubling->first];
+    return doubling->kind == VAE__CONVS && doubling->n == 1 && c->upsample == 2 && c->k == 3 &&
+                   c->pad == 1 && c->norm == VAE__NO_NORM
+               ? mod
+               : NULL;
+}
+
+// Whether modules a to b - 1 can run so: a block of two convolutions or more, all of 3 x 3, to
+// which the input is added, or 1 x 1 of it with at most as many channels; with a convolution before
+// it that doubles positions, of any number. Values of a video go through in chunks instead.
+static bool vae__bandable(const vae_model *m, int32_t a, int32_t b, int32_t tile) {
+    const vae_module *mod = vae__block_of(m, a, b);
+    if (!mod || m->video || tile * m->size[b][1] / m->full[1] < 4) return false; // vae__advance
     const vae_conv *convs = &m->net->convs[mod->first];
-    if (m->video || mod->kind != VAE__CONVS || mod->n < 2 || mod->residual == VAE__NO_RESIDUAL) {
-        return false;
-    }
     for (int32_t j = 0; j < mod->n; j++) {
         const vae_conv *c = &convs[j];
         if (c->k != 3 || c->pad != 1 || c->stride != 1 || c->upsample != 1) return false;
     }
-    if (tile * m->size[i][1] / m->full[1] < 4) return false; // see vae__advance
     // The stack is cut in pieces of 256 bytes, so at its upper side a value may end up to 255 bytes
     // before its place does. Of two values that share a place, the result's rows, which replace
-    // those of x from the last one up, may lie that much lower than x's: only rows shorter by as
-    // much stay clear of rows that are still to be read. Values of one size end at the same byte.
-    const int64_t less = mod->residual == VAE__OF_SHORTCUT ? convs->c - convs[mod->n].m : 0;
-    return less == 0 || (less > 0 && 2 * less * m->size[i][0] >= 256);
+    // those of x from one end on, may lie that much closer to rows of x that are still to be read
+    // than where both begin at the same byte. Values of one size end at the same byte; else there
+    // must be as many bytes between: what a row is shorter than one of x, or, where positions are
+    // doubled, the row of x that the bands are ahead. Then two rows of the result must be no
+    // shorter than one of x, so that they begin where x has not, and meet it at its end.
+    const int64_t m_out = mod->residual == VAE__OF_SHORTCUT ? convs[mod->n].m : convs->c;
+    if (b - a == 2) {
+        const vae_conv *doubling = &m->net->convs[m->net->modules[a].first];
+        return 4 * m_out >= doubling->c && 2 * doubling->c * m->size[a][0] >= 256;
+    }
+    const int64_t less = convs->c - m_out;
+    return less == 0 || (less > 0 && 2 * less * m->size[a][0] >= 256);
 }
 
 // Rows first to end - 1, counted from the last one if `up`.
@@ -498,18 +519,25 @@ static vae__span vae__rows(const int64_t size[2], int64_t first, int64_t end, bo
     return o;
 }
 
-// Mean and variance of what convolution j of module i reads, from all bands of it.
-static rocq_result vae__gather_bands(vae_model *m, const vae_module *mod, int32_t j, int64_t rows,
+static rocq_result vae__chain(vae_model *m, int32_t a, int32_t b, const vae__value *x,
+                              const vae__span *o, int32_t stop, const vae__value *dest,
+                              vae__value *out);
+
+// Mean and variance of what convolution j of module b - 1 reads, from all bands of it.
+static rocq_result vae__gather_bands(vae_model *m, int32_t a, int32_t b, int32_t j, int64_t rows,
                                      const vae__value *x) {
-    const int64_t h = x->size[1];
+    const int64_t h = m->size[b][1];
+    vae_conv *conv = &m->net->convs[m->net->modules[b - 1].first + j];
+    vae__value kept = *x;
+    kept.owned = false;
     for (int64_t at = 0; at < h; at += rows) {
         const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
-        const vae__span o = vae__rows(x->size, at, at + rows < h ? at + rows : h, false);
+        const vae__span o = vae__rows(m->size[b], at, at + rows < h ? at + rows : h, false);
         const double flops = m->flops;
         vae__value v;
-        VAE__TRY(vae__convs(m, mod, x, &o, j, NULL, &v));
+        VAE__TRY(vae__chain(m, a, b - 1, &kept, &o, j, NULL, &v));
         const rocq_tensor part = vae__frames_of(&v, &o);
-        VAE__TRY(vae__group_stats(m, &m->net->convs[mod->first + j], &part, true, at == 0));
+        VAE__TRY(vae__group_stats(m, conv, &part, true, at == 0));
         memcpy(m->stack.level, levels, sizeof levels);
         // Planning, the second band stands for those up to the last.
         const int64_t skipped = m->planning && at == rows ? (h - 1) / rows - 2 : 0;
@@ -520,84 +548,111 @@ static rocq_result vae__gather_bands(vae_model *m, const vae_module *mod, int32_
     return ROCQ_OK;
 }
 
-// Room for a band of what convolution j writes: its new rows, and those before them that the next
-// convolution reads once more.
-static rocq_result vae__new_band(vae_model *m, const vae_conv *c, int32_t side, int64_t rows,
-                                 const int64_t size[2], vae__value *band) {
-    const vae__span o = {{0, 0}, {size[0], rows < size[1] ? rows : size[1]}};
-    return vae__new(m, side, m->inner, c->m, size, &o, 1, band);
+// Room for a band of so many rows of a value of c channels.
+static rocq_result vae__new_band(vae_model *m, rocq_format format, int64_t c, int32_t side,
+                                 int64_t rows, const int64_t size[2], bool up, vae__value *band) {
+    const vae__span o = vae__rows(size, 0, rows < size[1] ? rows : size[1], up);
+    return vae__new(m, side, format, c, size, &o, 1, band);
 }
 
-// Moves a band on to where its next rows, from row `at` on, follow the two before them. There are
-// four at least, so the two do not overlap their new places.
-static rocq_result vae__advance(vae_model *m, vae__value *band, int64_t at, bool up) {
+// Moves a band on to where its next rows, from row `at` on, follow the last `keep` before them.
+// Bands are longer than that, so these do not overlap their new places.
+static rocq_result vae__advance(vae_model *m, vae__value *band, int64_t at, int64_t keep,
+                                bool up) {
     const int64_t n = band->span.n[1], h = band->size[1];
-    const vae__span last = vae__rows(band->size, at - 2, at, up);
+    const vae__span last = vae__rows(band->size, at - keep, at, up);
     const rocq_tensor from = vae__frames_of(band, &last);
-    band->span.at[1] = up ? h - at + 2 - n : at - 2;
+    band->span.at[1] = up ? h - at + keep - n : at - keep;
     const rocq_tensor to = vae__frames_of(band, &last);
     const rocq_cast_params copy = {.y = &to, .x = &from};
     VAE__RUN(m, cast, &copy);
     return ROCQ_OK;
 }
 
-// Module i, its result in the place of x. Of what is between its convolutions there are bands, and
-// a convolution further from the result is a row further on: so rows of x are read before rows of
-// the result replace them, and none of what is between is computed twice. Through a shortcut rows
-// of the result are shorter; they lie where x ends on the stack, so from the other side of it the
-// bands go up.
-static rocq_result vae__bands(vae_model *m, int32_t i, int32_t tile, const vae__value *x,
+// Modules a to b - 1, a block, or a convolution that doubles positions and a block. The result is
+// in the place of x. Of what is between the convolutions there are bands, and a convolution further
+// from the result is a row further on, so that none of what is between is computed twice, and rows
+// of x are read before rows of the result replace them.
+//
+// Through a shortcut rows of the result may be shorter than those of x. They lie where x ends on
+// the stack, so from the other side of it the bands go up. Behind doubled positions the result is
+// larger. It reaches over x to the inner end of the stack, from where its rows replace those of x:
+// so from the side where the bands of a smaller result go down these go up. And the convolution
+// that doubles is ahead by an odd number of rows, since its rows are to begin at an odd one, see
+// vae__align.
+static rocq_result vae__bands(vae_model *m, int32_t a, int32_t b, int32_t tile, vae__value *x,
                               vae__value *out) {
-    const vae_module *mod = &m->net->modules[i];
-    vae_conv *convs = &m->net->convs[mod->first];
-    const int32_t n = mod->n, other = !x->side;
-    const bool shortcut = mod->residual == VAE__OF_SHORTCUT, up = shortcut && x->side != 0;
-    const int64_t h = x->size[1], rows = tile * h / m->full[1], n_bands = (h + rows - 1) / rows;
+    const vae_module *mod = &m->net->modules[b - 1];
+    const bool doubles = b - a == 2, shortcut = mod->residual == VAE__OF_SHORTCUT;
+    const bool up = doubles ? x->side == 0 : shortcut && x->side != 0;
+    const int64_t *size = m->size[b], h = size[1];
+    const int32_t other = !x->side, n = mod->n + (doubles ? 1 : 0);
+    const int64_t even = doubles ? 2 : 1, rows = tile * h / m->full[1] / even * even;
+    const int64_t n_bands = (h + rows - 1) / rows;
     const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
+    vae_conv *blocks = &m->net->convs[mod->first], *convs[4];
+    int64_t ahead[4];
     vae__value band[4], y = *x, brief;
     m->inline_stats = false;
-    for (int32_t j = 0; j < n; j++) {
-        if (convs[j].norm != VAE__GROUP_NORM) continue;
+    for (int32_t j = 0; j < mod->n; j++) {
+        if (blocks[j].norm != VAE__GROUP_NORM) continue;
         const rocq_tensor all = vae__frames_of(x, &x->span);
-        if (j == 0) VAE__TRY(vae__group_stats(m, convs, &all, false, true));
-        else VAE__TRY(vae__gather_bands(m, mod, j, rows, x));
+        if (j == 0 && !doubles) VAE__TRY(vae__group_stats(m, blocks, &all, false, true));
+        else VAE__TRY(vae__gather_bands(m, a, b, j, rows, x));
     }
-    if (shortcut) {
-        int64_t size;
-        const int64_t ne[4] = {convs[n].m, x->size[0], h, 1};
-        VAE__TRY(rocq_row_size(m->stream, ne[0] * ne[1] * h, &size));
-        size = (size + 255) / 256 * 256;
-        const int64_t at = x->side == 0 ? x->full.offset : m->stack.buffer.size - x->mark - size;
+    if (doubles) convs[0] = &m->net->convs[m->net->modules[a].first];
+    for (int32_t j = 0; j < mod->n; j++) convs[n - mod->n + j] = &blocks[j];
+    for (int32_t j = n - 1; j >= 0; j--) {
+        ahead[j] = n - 1 - j;
+        if (convs[j]->upsample > 1) ahead[j] |= 1;
+    }
+    if (doubles || shortcut) {
+        int64_t bytes;
+        const int64_t ne[4] = {blocks[mod->n - (shortcut ? 0 : 1)].m, size[0], h, 1};
+        VAE__TRY(rocq_row_size(m->stream, ne[0] * ne[1] * h, &bytes));
+        bytes = (bytes + 255) / 256 * 256;
+        const int64_t at = x->side == 0 ? x->full.offset : m->stack.buffer.size - x->mark - bytes;
         VAE__TRY(rocq_tensor_init(&y.full, &m->stack.buffer, at, m->stream, 4, ne));
-        y.end = x->mark + size;
-        VAE__TRY(vae__new_band(m, &convs[n], other, rows, x->size, &brief));
+        y.end = x->mark + bytes;
+        y.span = vae__whole(size);
+        memcpy(y.size, size, sizeof y.size);
+        if (y.end > m->stack.level[x->side]) m->stack.level[x->side] = y.end;
+    }
+    if (shortcut && !doubles) {
+        VAE__TRY(vae__new_band(m, m->stream, blocks[mod->n].m, other, rows, size, false, &brief));
     }
     for (int32_t j = 0; j < n - 1; j++) {
-        VAE__TRY(vae__new_band(m, &convs[j], other, rows + n, x->size, &band[j]));
-        if (up) band[j].span.at[1] = h - band[j].span.n[1];
+        const bool first = doubles && j == 0;
+        VAE__TRY(vae__new_band(m, first ? m->stream : m->inner, convs[j]->m, other, rows + n, size,
+                               up, &band[j]));
     }
     for (int64_t k = 0; k < n_bands; k++) {
         const int64_t done = k * rows, end = k == n_bands - 1 ? h : done + rows;
-        const vae__span o = vae__rows(x->size, done, end, up);
+        const vae__span o = vae__rows(size, done, end, up);
         const double flops = m->flops;
         for (int32_t j = 0; j < n - 1; j++) {
-            const int64_t ahead = n - 1 - j;
-            const int64_t from = k == 0 ? 0 : done + ahead < h ? done + ahead : h;
-            const int64_t to = end + ahead < h ? end + ahead : h;
-            if (k > 0) VAE__TRY(vae__advance(m, &band[j], from, up));
+            const int64_t from = k == 0 ? 0 : done + ahead[j] < h ? done + ahead[j] : h;
+            const int64_t to = end + ahead[j] < h ? end + ahead[j] : h;
+            // What doubles positions is added to the result too, so its rows stay up to there.
+            const int64_t keep = doubles && j == 0 ? from - done : 2;
+            if (k > 0) VAE__TRY(vae__advance(m, &band[j], from, keep, up));
             if (from == to) continue;
-            const vae__span part = vae__rows(x->size, from, to, up);
+            const vae__span part = vae__rows(size, from, to, up);
             const rocq_tensor t = vae__frames_of(&band[j], &part);
-            VAE__TRY(vae__conv(m, &convs[j], j == 0 ? x : &band[j - 1], &part, &t, NULL));
-        }
-        rocq_tensor residual = vae__frames_of(x, &o);
-        if (shortcut) {
-            brief.span.at[1] = o.at[1];
-            residual = vae__frames_of(&brief, &o);
-            VAE__TRY(vae__conv(m, &convs[n], x, &o, &residual, NULL));
+            VAE__TRY(vae__conv(m, convs[j], j == 0 ? x : &band[j - 1], &part, &t, NULL));
         }
         const rocq_tensor t = vae__frames_of(&y, &o);
-        VAE__TRY(vae__conv(m, &convs[n - 1], &band[n - 2], &o, &t, &residual));
+        const vae__value *in = doubles ? &band[0] : x; // of the block
+        rocq_tensor residual = vae__frames_of(in, &o);
+        if (shortcut && doubles) {
+            VAE__TRY(vae__conv(m, &blocks[mod->n], in, &o, &t, NULL));
+            residual = t;
+        } else if (shortcut) { // some rows of x are under those of y
+            brief.span.at[1] = o.at[1];
+            residual = vae__frames_of(&brief, &o);
+            VAE__TRY(vae__conv(m, &blocks[mod->n], in, &o, &residual, NULL));
+        }
+        VAE__TRY(vae__conv(m, convs[n - 1], &band[n - 2], &o, &t, &residual));
         if (!m->planning || k != 1 || n_bands <= 3) continue;
         m->flops += (double)(n_bands - 3) * (m->flops - flops);
         k = n_bands - 2; // the second stood for those up to the last
@@ -872,7 +927,7 @@ static rocq_result vae__segment(vae_model *m, int32_t a, int32_t b, int32_t tile
     const vae__span whole = vae__whole(m->size[b]);
     m->inline_stats = tile == 0;
     m->first_chunk = true;
-    if (bands) return vae__bands(m, a, tile, x, out);
+    if (bands) return vae__bands(m, a, b, tile, x, out);
     if (tile == 0 && m->chunks.n == 1) {
         VAE__TRY(vae__chain(m, a, b, x, &whole, 0, NULL, out));
         return last ? vae__emit(m, out, &whole) : ROCQ_OK;

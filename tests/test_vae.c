@@ -524,12 +524,14 @@ static void test_exact_small(void **state) {
 
 // A model that is open decodes or encodes a request in bands wherever that is possible, whether or
 // not a plan would: odd heights, a last band of one row, bands higher than the value, and blocks
-// whose result is smaller, from either end of the stack.
-static void in_bands(vae_model *m, vae_net *net, const vae_request *job, int32_t tile) {
+// whose result is smaller, or larger with the convolution that enlarges before them, from either
+// end of the stack.
+static void in_bands(vae_model *m, vae_net *net, const vae_request *job, int32_t tile,
+                     int32_t n_enlarging) {
     const bool decodes = net == &m->decoder;
     vae_request exact = *job;
     vae_plan plan;
-    int32_t n_bands = 0;
+    int32_t n_bands = 0, n_left = n_enlarging;
     m->planned_net = NULL;
     const rocq_result planned = decodes ? vae_plan_decode(m, job, &plan)
                                         : vae_plan_encode(m, job, &plan);
@@ -540,27 +542,32 @@ static void in_bands(vae_model *m, vae_net *net, const vae_request *job, int32_t
     assert_int_equal(decodes ? vae_plan_decode(m, &exact, &plan)
                              : vae_plan_encode(m, &exact, &plan), ROCQ_OK);
     m->plan.activation_bytes = room; // vae__plan keeps what it finds for a request like the last
-    m->n_segments = net->n_modules;
-    for (int32_t i = 0; i < net->n_modules; i++) {
-        vae__segment_of *of = &m->segments[i];
-        of->end = i + 1;
-        of->bands = i > 0 && vae__bandable(m, i, tile);
+    m->n_segments = 0;
+    for (int32_t i = 0; i < net->n_modules; i = m->segments[m->n_segments++].end) {
+        vae__segment_of *of = &m->segments[m->n_segments];
+        const bool two = n_enlarging > 0 && i > 0 && i + 2 <= net->n_modules &&
+                         vae__bandable(m, i, i + 2, tile);
+        of->end = two ? i + 2 : i + 1;
+        of->bands = two || (i > 0 && vae__bandable(m, i, i + 1, tile));
         of->tile = of->bands ? tile : 0;
         n_bands += of->bands;
+        n_left -= two;
     }
+    const int32_t n_segments = m->n_segments;
+    assert_int_equal(n_left, 0);
     assert_true(n_bands > 0);
     const rocq_result result = decodes ? vae_decode(m, &exact) : vae_encode(m, &exact);
     if (result != ROCQ_OK) fail_msg("%s", m->error);
-    assert_int_equal(m->n_segments, net->n_modules);
+    assert_int_equal(m->n_segments, n_segments);
 }
 
 static void test_bands(void **state) {
     static const struct {
         const char *name;
-        int32_t w, h, tile;
-    } cut[] = {{"sd", 3, 13, 32}, {"sd", 5, 7, 40},  {"sd", 9, 6, 64},    {"sd", 1, 9, 48},
-               {"sd", 4, 1, 72},  {"sd", 2, 33, 32}, {"taesd", 2, 13, 32}, {"taesd", 4, 5, 40},
-               {"taesd", 3, 9, 64}};
+        int32_t w, h, tile, n_enlarging; // those whose rows have 256 bytes
+    } cut[] = {{"sd", 3, 13, 32, 2}, {"sd", 5, 7, 40, 3}, {"sd", 9, 6, 64, 3}, {"sd", 1, 9, 48, 0},
+               {"sd", 4, 1, 72, 3}, {"sd", 2, 33, 32, 2}, {"sd", 6, 11, 56, 3},
+               {"taesd", 2, 13, 32, 0}, {"taesd", 8, 5, 40, 2}, {"taesd", 17, 9, 64, 3}};
     (void)state;
     for (size_t i = 0; i < sizeof cut / sizeof cut[0]; i++) {
         const bool norms = strcmp(cut[i].name, "sd") == 0;
@@ -571,10 +578,10 @@ static void test_bands(void **state) {
         vae_model m;
         open_model(&m, ctx, cut[i].name, &options);
         for (int64_t j = 0; j < count; j++) in[j] = (float)(j * 7919 % 1009) / 1009;
-        for (int k = 0; k < 2; k++) {
+        for (int k = 0; k < 3; k++) {
             vae_request job = {.width = cut[i].w, .height = cut[i].h, .tiling = VAE_WHOLE};
-            const int64_t n = k == 0 ? count : m.z * area;
-            if (k == 0) {
+            const int64_t n = k < 2 ? count : m.z * area;
+            if (k < 2) {
                 job.latents = in;
                 job.values = whole;
                 decode(&m, &job);
@@ -588,7 +595,8 @@ static void test_bands(void **state) {
                 job.to_latents = banded;
             }
             for (int64_t j = 0; j < n; j++) banded[j] = NAN;
-            in_bands(&m, k == 0 ? &m.decoder : &m.encoder, &job, cut[i].tile);
+            in_bands(&m, k < 2 ? &m.decoder : &m.encoder, &job, cut[i].tile,
+                     k == 1 ? cut[i].n_enlarging : 0);
             CLOSE(banded, whole, n, norms ? 4e-6 : 0);
         }
         vae_close(&m);
