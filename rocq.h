@@ -407,7 +407,8 @@
               Training: rocq_matmul_backward, _attention_backward, _norm_backward,
               _activate_backward, _glu_backward, _gather_backward, rocq_cross_entropy,
               rocq_grad_norm, rocq_adamw; backward of rocq_rope, lse of rocq_attention. Adapters:
-              lora_b and lora_t of rocq_matmul. rocq_trim gives scratch memory back.
+              lora_b and lora_t of rocq_matmul. rocq_trim gives scratch memory back, rocq_lend
+              lends some.
               Mixtures of experts: rocq_route, rocq_experts. LFM2: rocq_shortconv.
               Qwen 3.5: rocq_delta_net, ROCQ_ACT_SIGMOID.
               On the CPU a recorded graph is one parallel region; rocq_desc.run_tasks, cpu_tier.
@@ -1787,6 +1788,13 @@ ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes);
 // is done: for what one large op took and nothing needs any more. An op that does need it takes it
 // again, which counts as an allocation, and graphs are captured again.
 ROCQ_DEF rocq_result rocq_trim(rocq_ctx *ctx, int64_t keep);
+
+// Lends memory of a program's own, such as what is free of an arena, as scratch memory to the ops
+// that follow, until the next call; NULL or size 0 ends it. An op for which it is too small uses
+// the context's own instead. The ops' tensors must not lie in it. Recorded ops use it whenever
+// their graph is launched, so it must be there then, and is written. What ops need is what
+// rocq_plan_begin tells, if memory begins at a multiple of 256 bytes (on the CPU of 64).
+ROCQ_DEF rocq_result rocq_lend(rocq_ctx *ctx, const rocq_buffer *memory);
 
 // The precision in which an op computes with these params, which are checked first. For a product
 // with w2, and for the backward of one, it is the less exact of both, for a chain that of the first
@@ -4143,6 +4151,12 @@ typedef struct rocq__books {
     uint32_t iq3_xxs[256], iq3_s[512];
 } rocq__books;
 
+// What rocq_lend has lent: an address of the backend, aligned as scratch memory is.
+typedef struct rocq__lent {
+    void *address;
+    int64_t size;
+} rocq__lent;
+
 // Only one thread at a time may use a context, except that any thread may set cancelled.
 struct rocq_ctx {
     rocq_desc desc; // with the defaults filled in
@@ -4166,6 +4180,7 @@ struct rocq_ctx {
     rocq__block blocks; // a circular list
     void *scratch;
     int64_t scratch_size;
+    rocq__lent lent;
     struct rocq__tuned *tuned; // [n_tuned of tuned_capacity] what rocq_tune found, sorted by class
     int32_t n_tuned, tuned_capacity;
     struct rocq__survey *survey; // collects the launches that a plan has to choose, or NULL
@@ -4586,6 +4601,27 @@ ROCQ_DEF rocq_result rocq_trim(rocq_ctx *ctx, int64_t keep) {
         ctx->scratch_size = 0;
     }
     if (!rocq__on_gpu(ctx)) ctx->stats.scratch_bytes = ctx->scratch_size;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_lend(rocq_ctx *ctx, const rocq_buffer *memory) {
+    const rocq__lent none = {NULL, 0};
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!memory || memory->size == 0) {
+        ctx->lent = none;
+        return ROCQ_OK;
+    }
+    const uint64_t at = rocq__on_gpu(ctx) ? memory->device.address : (uintptr_t)memory->host;
+    if (at == 0 || memory->size < 0) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "lend: %lld bytes%s", (long long)memory->size,
+                          at == 0 ? " without an address of the backend" : "");
+    }
+    const uint64_t align = rocq__on_gpu(ctx) ? 256 : 64;
+    const int64_t skipped = (int64_t)((align - at % align) % align);
+    ctx->lent = none;
+    if (memory->size <= skipped) return ROCQ_OK;
+    ctx->lent.address = (void *)(uintptr_t)(at + (uint64_t)skipped);
+    ctx->lent.size = memory->size - skipped;
     return ROCQ_OK;
 }
 
@@ -23754,6 +23790,7 @@ typedef struct rocq__node {
     int32_t n_tensors;
     bool output[ROCQ__MAX_OPERANDS]; // tensor i is written
     bool kept[ROCQ__MAX_OPERANDS];   // tensor i is a KEPT operand
+    rocq__lent lent;    // when it was recorded
     double ns;          // expected to be taken by it, learned by rocq__learn
     rocq__stage *stage; // CPU: its first one in the graph's plan
     rocq__cost cost;    // GPU
@@ -23849,25 +23886,33 @@ static rocq_result rocq__check_op(rocq_ctx *ctx, const rocq__op *op, const void 
     return rocq__check_overlap(ctx, op->name, op->id, params);
 }
 
+// How much of the context's own scratch memory an op takes that needs so many bytes.
+static int64_t rocq__own_scratch(const rocq__lent *lent, int64_t bytes) {
+    return bytes <= lent->size ? 0 : bytes;
+}
+
 // Memory for the plan of any one op.
 typedef struct rocq__plan_memory {
     rocq__stage stages[ROCQ__PLAN_STAGES];
     ROCQ__ALIGNAS(16) char memory[ROCQ__PLAN_BYTES];
 } rocq__plan_memory;
 
-// Plans an op that has passed its checks and has its scratch memory.
+// Plans an op that has passed its checks.
 static rocq__plan rocq__plan_cpu(const rocq_ctx *ctx, const rocq__op *op, const void *params,
-                                 int64_t worth, rocq__plan_memory *to) {
-    rocq__plan plan = {ctx, (char *)ctx->scratch, worth, to->stages, 0, to->memory, 0};
+                                 void *scratch, int64_t worth, rocq__plan_memory *to) {
+    rocq__plan plan = {ctx, (char *)scratch, worth, to->stages, 0, to->memory, 0};
     op->plan_cpu(&plan, op->id, params);
     return plan;
 }
 
 static rocq_result rocq__run_cpu(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     rocq__plan_memory one;
-    void *scratch;
-    ROCQ__TRY(rocq__scratch(ctx, op->scratch_cpu(ctx, params), &scratch));
-    const rocq__plan plan = rocq__plan_cpu(ctx, op, params, ROCQ__WORTH_OP, &one);
+    void *scratch = ctx->lent.address;
+    const int64_t bytes = op->scratch_cpu(ctx, params);
+    if (rocq__on_gpu(ctx) || rocq__own_scratch(&ctx->lent, bytes) > 0) {
+        ROCQ__TRY(rocq__scratch(ctx, bytes, &scratch));
+    }
+    const rocq__plan plan = rocq__plan_cpu(ctx, op, params, scratch, ROCQ__WORTH_OP, &one);
     return rocq__team_run(ctx, op->name, plan.stages, plan.n_stages);
 }
 
@@ -24031,11 +24076,13 @@ static rocq_result rocq__copy_done(rocq_ctx *ctx, rocq_result result, int64_t by
 static rocq_result rocq__run_here(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     int64_t bytes;
     bool on_cpu;
-    void *scratch;
+    void *scratch = ctx->lent.address;
     if (!rocq__on_gpu(ctx)) return rocq__run_cpu(ctx, op, params);
     ROCQ__TRY(rocq__plan_op(ctx, op, params, &bytes, &on_cpu));
     if (on_cpu) return rocq__run_fallback(ctx, op, params);
-    ROCQ__TRY(rocq__scratch_hip(ctx, bytes, &scratch));
+    if (rocq__own_scratch(&ctx->lent, bytes) > 0) {
+        ROCQ__TRY(rocq__scratch_hip(ctx, bytes, &scratch));
+    }
     return rocq__run_hip(ctx, op, params, NULL, scratch);
 }
 
@@ -24082,7 +24129,8 @@ static rocq_result rocq__run_op(rocq_ctx *ctx, const rocq__op *op, const void *p
     if (graph->last) graph->last->next = node;
     else graph->first = node;
     graph->last = node;
-    graph->scratch = ROCQ__MAX(graph->scratch, scratch);
+    node->lent = ctx->lent;
+    graph->scratch = ROCQ__MAX(graph->scratch, rocq__own_scratch(&node->lent, scratch));
     graph->on_cpu = graph->on_cpu || on_cpu;
     return ROCQ_OK;
 }
@@ -24404,6 +24452,15 @@ static const rocq__node *rocq__joins(rocq_ctx *ctx, const rocq__node *node, rocq
                : NULL;
 }
 
+// Runs a recorded op with the memory that was lent when it was.
+static rocq_result rocq__node_run(rocq_ctx *ctx, const rocq__node *node) {
+    const rocq__lent now = ctx->lent;
+    ctx->lent = node->lent;
+    const rocq_result result = rocq__run_on_device(ctx, node->op, node->params);
+    ctx->lent = now;
+    return result;
+}
+
 // Launches the ops of a subgraph for its capture. Ops share a launch only within a subgraph.
 static rocq_result rocq__subgraph_launch(rocq_ctx *ctx, const rocq__node *subgraph) {
     for (const rocq__node *node = subgraph; node != subgraph->end; node = node->next) {
@@ -24413,7 +24470,7 @@ static rocq_result rocq__subgraph_launch(rocq_ctx *ctx, const rocq__node *subgra
             if (i->next == subgraph->end) last = NULL;
         }
         if (!last) {
-            ROCQ__TRY(rocq__run_on_device(ctx, node->op, node->params));
+            ROCQ__TRY(rocq__node_run(ctx, node));
             continue;
         }
         int64_t bytes;
@@ -24429,7 +24486,7 @@ static rocq_result rocq__subgraph_launch(rocq_ctx *ctx, const rocq__node *subgra
 // Runs a graph's ops from first on, up to end or, if that is NULL, all.
 static rocq_result rocq__graph_run(rocq_ctx *ctx, const rocq__node *first, const rocq__node *end) {
     for (const rocq__node *node = first; node != end; node = node->next) {
-        ROCQ__TRY(rocq__run_on_device(ctx, node->op, node->params));
+        ROCQ__TRY(rocq__node_run(ctx, node));
     }
     return ROCQ_OK;
 }
@@ -24504,7 +24561,7 @@ static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
         int64_t scratch; // an op may have been tuned since it was recorded
         bool on_cpu;
         ROCQ__TRY(rocq__plan_op(ctx, node->op, node->params, &scratch, &on_cpu));
-        graph->scratch = ROCQ__MAX(graph->scratch, scratch);
+        graph->scratch = ROCQ__MAX(graph->scratch, rocq__own_scratch(&node->lent, scratch));
         rocq__joined before;
         const rocq__node *last = rocq__joins(ctx, node, &before);
         if (!last) continue;
@@ -24537,7 +24594,7 @@ static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
     graph->stages = NULL;
     for (const rocq__node *node = graph->first; node; node = node->next) {
         const rocq__plan plan =
-            rocq__plan_cpu(ctx, node->op, node->params, ROCQ__WORTH_STEP, &one);
+            rocq__plan_cpu(ctx, node->op, node->params, scratch, ROCQ__WORTH_STEP, &one);
         n_stages += plan.n_stages;
         size += plan.used;
     }
@@ -24549,6 +24606,9 @@ static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__plan plan = {ctx, (char *)scratch, ROCQ__WORTH_STEP, graph->stages, 0,
                        memory + stages_size, 0};
     for (rocq__node *node = graph->first; node; node = node->next) {
+        const int64_t bytes = node->op->scratch_cpu(ctx, node->params);
+        const bool own = rocq__own_scratch(&node->lent, bytes) > 0;
+        plan.scratch = (char *)(own ? scratch : node->lent.address);
         node->stage = plan.stages + plan.n_stages;
         node->op->plan_cpu(&plan, node->op->id, node->params);
     }
@@ -24681,7 +24741,7 @@ static rocq_result rocq__slice_cpu(rocq_ctx *ctx, rocq_graph *graph, int32_t us)
         if (slice.running) rocq__slice_next(&slice); // the time of the last op
     } else {
         while (result == ROCQ_OK && rocq__slice_next(&slice)) {
-            result = rocq__run_on_device(ctx, slice.running->op, slice.running->params);
+            result = rocq__node_run(ctx, slice.running);
         }
     }
     graph->at = slice.next;

@@ -336,7 +336,7 @@ int main(int argc, char **argv) {
         {"sdxl", "256x4", 256, 0, 4, 4, false, false, NULL, 0, false},
         {"sdxl", "512/f16", 512, 0, 1, 1, true, false, "f16", 0, false},
         {"sdxl", "1024/budget", 1024, 0, 1, 1, false, true, NULL, 0, false},
-        {"sdxl", "512/219MB", 512, 0, 1, 1, false, false, NULL, 219, true},
+        {"sdxl", "512/219MB", 512, 0, 1, 1, false, false, NULL, 219, false},
         {"sdxl", "1024/857MB", 1024, 0, 1, 1, false, false, NULL, 857, false},
         {"sdxl", "512x8", 512, 0, 8, 4, false, false, NULL, 0, false},
         {"wan", "256/video", 256, 5, 1, 1, false, false, NULL, 0, false},

@@ -98,7 +98,8 @@ typedef struct vae_plan {
     int32_t batch;           // pictures at once
     int32_t chunk, n_chunks; // latent frames
     int64_t peak_bytes;      // largest rocq_stats.live_bytes, weights included
-    int64_t weight_bytes, activation_bytes, scratch_bytes; // of those
+    int64_t weight_bytes;    // of those; activations and what ops need beside them; and what the
+    int64_t activation_bytes, scratch_bytes; // context has as scratch memory, or needs to load
     int32_t n_streamed;      // convolutions whose weights are read anew, see vae_options.stream
     bool whole_sums;         // of convolutions, see rocq_conv_params: exact tiles take less memory
     int64_t smallest_bytes;  // the smallest memory_budget that would do, tiles being free
@@ -233,7 +234,7 @@ typedef struct vae_model {
     int64_t planned_base, planned_scratch;
     vae__stack stack;
     bool planning, comparing, inline_stats, caches, whole_sums;
-    int64_t op_scratch, scratch; // of the ops so far; that the context has already
+    int64_t op_scratch, scratch; // bytes, of the op being planned; that the context has already
     int64_t budget;              // or 0
     double flops, chain_flops, norm_flops;
     vae__tiles chunks;          // of a video's latent frames; of pictures, all at once
@@ -256,7 +257,7 @@ typedef struct vae_model {
     int64_t n_graphs, graphs_capacity, graph_at, last_batch_at; // smaller, from last_batch_at on
     int64_t graph_bytes, live_bytes;  // of memory that they take; before the one being recorded
     double reported;            // flops, to options.progress
-    int64_t limit;              // for the stack and the scratch of ops, while EXACT is planned;
+    int64_t limit;              // for the stack, while EXACT is planned;
                                 // 0 = none, -1 = the least
 } vae_model;
 
@@ -423,7 +424,6 @@ static rocq_result vae__batches(vae_model *m) {
     const int64_t batch = m->video ? 1 : m->plan.batch;
     const bool blend = m->plan.tiling == VAE_BLEND || (m->video && job->chunk_overlap > 0);
     m->flops = 0;
-    m->op_scratch = m->planning ? vae__load_scratch(m) : 0;
     m->last_conv = -1;
     m->blending = false;
     memset(m->at, 0, sizeof m->at);
@@ -467,7 +467,7 @@ static rocq_result vae__batches(vae_model *m) {
 // What it takes to come from one boundary between modules to a later one.
 typedef struct vae__edge {
     double flops;
-    int64_t stack, scratch; // bytes
+    int64_t stack; // bytes
     bool there;
 } vae__edge;
 
@@ -477,8 +477,8 @@ typedef struct vae__graph {
 } vae__graph;
 
 // The cheapest way from the first boundary to the last whose steps take at most so much of the
-// stack and so much scratch; its flops, or DBL_MAX where there is none.
-static double vae__path(vae_model *m, const vae__graph *g, int64_t stack, int64_t scratch) {
+// stack; its flops, or DBL_MAX where there is none.
+static double vae__path(vae_model *m, const vae__graph *g, int64_t stack) {
     double best[VAE__MAX_MODULES + 1];
     int32_t from[VAE__MAX_MODULES + 1], kind[VAE__MAX_MODULES + 1];
     best[0] = 0;
@@ -488,7 +488,7 @@ static double vae__path(vae_model *m, const vae__graph *g, int64_t stack, int64_
         for (int32_t i = 0; i < 3 * b; i++) {
             const int32_t a = i / 3;
             const vae__edge *e = &g->edges[a][b][i % 3];
-            if (!e->there || e->stack > stack || e->scratch > scratch || best[a] == DBL_MAX ||
+            if (!e->there || e->stack > stack || best[a] == DBL_MAX ||
                 best[a] + e->flops >= best[b]) continue;
             best[b] = best[a] + e->flops;
             from[b] = a;
@@ -506,15 +506,15 @@ static double vae__path(vae_model *m, const vae__graph *g, int64_t stack, int64_
     return best[g->n];
 }
 
-// The smallest stack with which there is a way that takes at most so much scratch.
-static int64_t vae__least(const vae__graph *g, int64_t scratch) {
+// The smallest stack with which there is a way.
+static int64_t vae__least(const vae__graph *g) {
     int64_t least[VAE__MAX_MODULES + 1];
     least[0] = 0;
     for (int32_t b = 1; b <= g->n; b++) {
         least[b] = INT64_MAX;
         for (int32_t i = 0; i < 3 * b; i++) {
             const vae__edge *e = &g->edges[i / 3][b][i % 3];
-            if (!e->there || e->scratch > scratch) continue;
+            if (!e->there) continue;
             const int64_t most = e->stack > least[i / 3] ? e->stack : least[i / 3];
             if (most < least[b]) least[b] = most;
         }
@@ -522,33 +522,12 @@ static int64_t vae__least(const vae__graph *g, int64_t scratch) {
     return least[g->n];
 }
 
-// The stack and the scratch of a way each count at their largest. So every amount of scratch that a
-// step takes is tried as the limit of all: for the cheapest way of at most `limit` bytes in all,
-// and for the one of least memory. Without limit (0), half as much again as the least: it is far
-// cheaper.
+// The cheapest way of at most `limit` bytes, else the one of least memory. Without limit (0), half
+// as much again as the least: it is far cheaper.
 static void vae__best_path(vae_model *m, const vae__graph *g, int64_t limit) {
-    const vae__edge *edges = &g->edges[0][0][0];
-    const int64_t n = 3 * (VAE__MAX_MODULES + 1) * (int64_t)g->n;
-    double cheapest = DBL_MAX;
-    int64_t least = INT64_MAX, stack = 0, scratch = 0;
-    for (int64_t i = 0; i < n; i++) {
-        const int64_t needed = edges[i].there ? vae__least(g, edges[i].scratch) : INT64_MAX;
-        if (needed < INT64_MAX && needed + edges[i].scratch < least) {
-            least = needed + edges[i].scratch;
-            stack = needed;
-            scratch = edges[i].scratch;
-        }
-    }
+    const int64_t least = vae__least(g);
     if (limit == 0) limit = least + least / 2;
-    for (int64_t i = 0; i < n; i++) {
-        const int64_t s = edges[i].scratch;
-        const double flops = edges[i].there ? vae__path(m, g, limit - s, s) : DBL_MAX;
-        if (flops >= cheapest) continue;
-        cheapest = flops;
-        stack = limit - s;
-        scratch = s;
-    }
-    vae__path(m, g, stack, scratch);
+    vae__path(m, g, limit > least ? limit : least);
 }
 
 // Whether modules a to b - 1 can run in tiles of m->plan.tile pixels: they have no attention, and
@@ -583,7 +562,6 @@ static rocq_result vae__measure_edge(vae_model *m, const rocq_tensor *input, int
     const vae__span whole = vae__whole(m->size[a]);
     vae__value x = vae__input(input), out;
     m->flops = 0;
-    m->op_scratch = 0;
     m->stack.peak = levels[0] + levels[1];
     if (a > 0) {
         VAE__TRY(vae__new(m, 0, m->stream, vae__channels_at(m->net, a), m->size[a], &whole,
@@ -591,7 +569,6 @@ static rocq_result vae__measure_edge(vae_model *m, const rocq_tensor *input, int
     }
     VAE__TRY(vae__segment(m, a, b, tile, bands, &x, &out));
     e->stack = m->stack.peak;
-    e->scratch = m->op_scratch;
     e->flops = m->flops;
     e->there = true;
     memcpy(m->stack.level, levels, sizeof levels);
@@ -602,7 +579,7 @@ static rocq_result vae__measure_edge(vae_model *m, const rocq_tensor *input, int
 static rocq_result vae__choose(vae_model *m, const rocq_tensor *input) {
     vae__graph *g;
     const double flops = m->flops;
-    const int64_t peak = m->stack.peak, scratch = m->op_scratch;
+    const int64_t peak = m->stack.peak;
     rocq_result result = ROCQ_OK;
     VAE__TRY(vae__allocate(m, &g, sizeof *g));
     g->n = m->net->n_modules;
@@ -625,12 +602,11 @@ static rocq_result vae__choose(vae_model *m, const rocq_tensor *input) {
     vae__free(m, g, sizeof *g);
     m->flops = flops;
     m->stack.peak = peak;
-    m->op_scratch = scratch;
     return result;
 }
 
 // Computes what m->plan takes, its sizes and its flops, with the code that runs it later: ops only
-// raise m->op_scratch to what they need.
+// raise m->op_scratch to what they need, see vae__count_scratch.
 static rocq_result vae__measure_plan(vae_model *m, int64_t base) {
     VAE__TRY(rocq_plan_begin(m->ctx, &m->op_scratch));
     m->planning = true;
@@ -640,11 +616,12 @@ static rocq_result vae__measure_plan(vae_model *m, int64_t base) {
     rocq_plan_end(m->ctx);
     m->plan.activation_bytes = m->stack.peak;
     // What the context has as scratch stays, where that fits the budget.
-    m->plan.scratch_bytes = m->op_scratch > m->scratch ? m->op_scratch : m->scratch;
+    const int64_t scratch = vae__load_scratch(m);
+    m->plan.scratch_bytes = scratch > m->scratch ? scratch : m->scratch;
     m->plan.peak_bytes = base + m->plan.activation_bytes + m->plan.scratch_bytes;
     if (m->budget > 0 && m->plan.peak_bytes > m->budget) {
-        m->plan.peak_bytes -= m->plan.scratch_bytes - m->op_scratch;
-        m->plan.scratch_bytes = m->op_scratch;
+        m->plan.peak_bytes -= m->plan.scratch_bytes - scratch;
+        m->plan.scratch_bytes = scratch;
     }
     m->plan.flops = m->flops;
     if (m->plan.tiling == VAE_EXACT) {
@@ -1028,6 +1005,7 @@ static rocq_result vae__run_job(vae_model *m, vae_net *net, vae_request *job) {
     if (graphs && m->plan.n_streamed == 0) m->mode = m->recorded ? VAE__REPLAY : VAE__RECORD;
     rocq_result result = vae__batches(m);
     if (result == ROCQ_OK) result = vae__flush(m);
+    rocq_lend(m->ctx, NULL);
     if (result != ROCQ_OK) {
         vae__drop_graphs(m);
         return result;

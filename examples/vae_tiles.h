@@ -26,20 +26,42 @@
 // nothing: vae__flush launches them.
 #define VAE__RUN(m, op, params)                                                                  \
     do {                                                                                         \
-        if (!(m)->planning) VAE__TRY(vae__before_op(m));                                         \
+        VAE__TRY(vae__before_op(m));                                                             \
         if ((m)->planning || (m)->mode != VAE__REPLAY) VAE__TRY(rocq_##op((m)->ctx, params));    \
+        if ((m)->planning) VAE__TRY(vae__count_scratch(m));                                      \
     } while (0)
 
 // A request that comes again has the same ops between two copies from or to the host. So the first
 // time they are recorded, a graph from one copy to the next, and later the graphs are launched in
 // the order in which the same code comes to those copies. What streams weights copies all the time,
 // and is not recorded.
+//
+// An op's scratch memory is what lies free between the two ends of the stack.
 static rocq_result vae__before_op(vae_model *m) {
+    const vae__stack *s = &m->stack;
+    m->op_scratch = 0;
+    if (m->planning) return ROCQ_OK;
     if (m->mode != VAE__RUN_NOW && !m->pending && m->mode == VAE__RECORD) {
         m->live_bytes = vae__stats(m).live_bytes;
         VAE__TRY(rocq_graph_begin(m->ctx));
     }
     m->pending = true;
+    rocq_buffer middle = s->buffer;
+    if (middle.host) middle.host = (char *)middle.host + s->level[0];
+    if (middle.device.address) middle.device.address += (uint64_t)s->level[0];
+    middle.size -= s->level[0] + s->level[1];
+    return rocq_lend(m->ctx, &middle);
+}
+
+// The scratch memory of the op that has just been planned.
+static rocq_result vae__count_scratch(vae_model *m) {
+    vae__stack *s = &m->stack;
+    const int64_t taken = s->level[0] + s->level[1];
+    if (m->op_scratch > s->buffer.size - taken) {
+        return vae__fail(m, ROCQ_E_OVERFLOW, "%d x %d takes more memory than there are addresses",
+                         (int)m->job->width, (int)m->job->height);
+    }
+    if (taken + m->op_scratch > s->peak) s->peak = taken + m->op_scratch;
     return ROCQ_OK;
 }
 
