@@ -1493,8 +1493,10 @@ typedef struct rocq_conv_params {
                                     // rounded to F16, it is multiplied by x_scale before, and the
                                     // sums are divided by it. Results in F32 do not depend on it
     rocq_precision precision;       // F32 on the CPU, F16 on a GPU
-    bool whole_sums;                // where y is small, a GPU splits K over several blocks and adds
-                                    // their sums; if set it does not: less scratch memory, slower
+    int64_t most_scratch;           // where y is small, a GPU splits K over several blocks, whose
+                                    // sums are scratch memory until they are added up: over so
+                                    // few that all of it is at most so many bytes, if that can
+                                    // be; 0 = any number
 } rocq_conv_params;
 
 // Mean and rstd for the norms of rocq_conv. With moments a picture may come in tiles: each call
@@ -21215,12 +21217,13 @@ static rocq_tensor rocq__conv_w(rocq__job *job, const rocq_tensor *w) {
 // with all taps). Blocks run in rounds of as many as the chip holds, two a compute unit, and a
 // round takes as long as one block needs for its patches. So splits help where the tiles of y alone
 // would leave units idle. They cost a second launch and the merge of their sums, estimated as the
-// time of one patch and of a quarter of one for each split, for every round of tiles.
-static int32_t rocq__conv_splits(double at_once, int64_t tiles, int64_t patches) {
+// time of one patch and of a quarter of one for each split, for every round of tiles. Memory allows
+// up to `most`.
+static int32_t rocq__conv_splits(double at_once, int64_t tiles, int64_t patches, int64_t most) {
     const double full = (double)tiles / at_once; // rounds of blocks without splits
     int32_t best = 1;
     double best_time = 0.0;
-    for (int32_t n = 1; n <= 16 && n <= patches; n++) {
+    for (int32_t n = 1; n <= 16 && n <= patches && n <= most; n++) {
         const double rounds = ceil(full * n);
         const double merge = n > 1 ? (1.0 + 0.25 * n) * ROCQ__MAX(full, 1.0) : 0.0;
         const double time = rounds * ceil((double)patches / n) + merge;
@@ -21413,8 +21416,10 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     }
     // Chosen by the tiles of one frame, so that a video has the same bits in chunks and as a whole.
     const double at_once = (lds < 0 ? 2.0 : 1.0) * chip->n_units; // blocks
-    args.n_splits = rocq__conv_splits(at_once, tiles, (int64_t)args.kt * args.slices);
-    if (p->whole_sums) args.n_splits = 1;
+    const int64_t sums = rocq__bytes(ROCQ_F32, s.m * p->y->ne[1] * p->y->ne[2] * frames);
+    const int64_t most = p->most_scratch > 0 ? (p->most_scratch - job->used - 255) / sums : 16;
+    args.n_splits = rocq__conv_splits(at_once, tiles, (int64_t)args.kt * args.slices,
+                                      ROCQ__MAX(most, (int64_t)1));
     if (args.n_splits > 1) {
         const int64_t ne[4] = {s.m, args.n_splits, p->y->ne[1] * p->y->ne[2], frames};
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, s.m);
@@ -21428,8 +21433,8 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     rocq__job_launch(job, lds < 0 ? any : lds, tiles * args.n_splits, frames, lds < 0 ? 128 : 256,
                      &args);
     if (args.n_splits == 1) return;
-    const double sums = (double)rocq_tensor_count(p->y) * args.n_splits;
-    const rocq__cost merge = {4.0 * sums, sums, 0.0};
+    const double added = (double)rocq_tensor_count(p->y) * args.n_splits;
+    const rocq__cost merge = {4.0 * added, added, 0.0};
     job->cost = merge;
     rocq__job_launch(job, ROCQ_K_conv_merge, rocq__item_blocks(job, p->y, s.m, 8), 1, 256, &args);
 }
@@ -23192,6 +23197,10 @@ static rocq_result rocq__check_conv(rocq_ctx *ctx, const char *op, const void *p
                           "conv: y of %lld x %lld, %lld frames, from x of %lld x %lld, %lld frames",
                           (long long)p->y->ne[1], (long long)p->y->ne[2], (long long)p->y->ne[3],
                           (long long)p->x->ne[1], (long long)p->x->ne[2], (long long)p->x->ne[3]);
+    }
+    if (p->most_scratch < 0) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "conv: %lld bytes of scratch memory",
+                          (long long)p->most_scratch);
     }
     if (!p->stats && (p->norm_weight || p->norm_bias)) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "conv: norm_weight or norm_bias without stats");

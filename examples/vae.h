@@ -101,7 +101,7 @@ typedef struct vae_plan {
     int64_t weight_bytes;    // of those; activations and what ops need beside them; and what the
     int64_t activation_bytes, scratch_bytes; // context has as scratch memory, or needs to load
     int32_t n_streamed;      // convolutions whose weights are read anew, see vae_options.stream
-    bool whole_sums;         // of convolutions, see rocq_conv_params: exact tiles take less memory
+    int64_t limit;           // of activation_bytes, for most_scratch of convolutions; 0 = none
     int64_t smallest_bytes;  // the smallest memory_budget that would do, tiles being free
     double flops;            // of convolutions and attention; of exact tiles a little too many
     double whole_flops;
@@ -233,7 +233,7 @@ typedef struct vae_model {
     vae_request planned;        // context had in use, and as scratch
     int64_t planned_base, planned_scratch;
     vae__stack stack;
-    bool planning, comparing, inline_stats, caches, whole_sums;
+    bool planning, comparing, inline_stats, caches;
     int64_t op_scratch, scratch; // bytes, of the op being planned; that the context has already
     int64_t budget;              // or 0
     double flops, chain_flops, norm_flops;
@@ -650,7 +650,7 @@ static rocq_result vae__try(vae_model *m, vae_tiling tiling, int32_t tile, int32
         m->plan.overlap = tiling == VAE_BLEND ? overlap : 0;
         m->plan.batch = batch;
         m->plan.chunk = chunk;
-        m->plan.whole_sums = tiling == VAE_EXACT && m->whole_sums;
+        m->plan.limit = tiling == VAE_EXACT ? m->limit : 0;
         m->plan.n_chunks = n_chunks;
         VAE__TRY(vae__measure_plan(m, base));
         if (m->plan.peak_bytes < *least) *least = m->plan.peak_bytes;
@@ -674,34 +674,27 @@ static rocq_result vae__try_exact(vae_model *m, int64_t base, int64_t budget, bo
     int32_t n_segments = 0;
     memset(&best, 0, sizeof best);
     const int32_t side = m->net == &m->decoder ? longest : longest / m->scale;
-    const int32_t n_ways = budget > 0 && m->gpu ? 2 : 1; // the CPU's sums are whole anyway
-    for (int32_t i = 0; i < n_ways; i++) {
-        m->whole_sums = i > 0; // takes longer than it counts, so only for a tenth of the work
-        for (int32_t tile = 1024; tile >= 4 * m->scale;
-             tile = tile % 3 == 0 ? tile * 2 / 3 : tile * 3 / 4) {
-            const int32_t size = job->tile > 0 ? job->tile : tile;
-            bool one = false;
-            const bool smallest = size == 4 * m->scale; // also for a picture that is smaller
-            if (job->tile <= 0 && !smallest && (size >= side || size % m->scale != 0)) continue;
-            m->limit = budget > base ? budget - base : budget > 0 ? -1 : 0;
-            for (int k = 0; k < 4; k++) { // other tiles may take a little more than those compared
-                VAE__TRY(vae__try(m, VAE_EXACT, size, 0, base, budget, &one, least));
-                if (one || m->limit < 0) break;
-                m->limit -= m->plan.peak_bytes - budget;
-                if (k == 2 || m->limit < 0) m->limit = -1; // the smallest, at last
-            }
-            const double flops = m->plan.flops;
-            const double most = i > 0 && !best.whole_sums ? 0.9 * best.flops : best.flops;
-            if (one && (n_segments == 0 || (budget > 0 ? flops < most
-                                                       : m->plan.peak_bytes < best.peak_bytes))) {
-                best = m->plan;
-                n_segments = m->n_segments;
-                memcpy(segments, m->segments, sizeof segments);
-            }
-            if (job->tile > 0) break;
+    for (int32_t tile = 1024; tile >= 4 * m->scale;
+         tile = tile % 3 == 0 ? tile * 2 / 3 : tile * 3 / 4) {
+        const int32_t size = job->tile > 0 ? job->tile : tile;
+        bool one = false;
+        const bool smallest = size == 4 * m->scale; // also for a picture that is smaller
+        if (job->tile <= 0 && !smallest && (size >= side || size % m->scale != 0)) continue;
+        m->limit = budget > base ? budget - base : budget > 0 ? -1 : 0;
+        for (int k = 0; k < 4; k++) { // other tiles may take a little more than those compared
+            VAE__TRY(vae__try(m, VAE_EXACT, size, 0, base, budget, &one, least));
+            if (one || m->limit < 0) break;
+            m->limit -= m->plan.peak_bytes - budget;
+            if (k == 2 || m->limit < 0) m->limit = -1; // the smallest, at last
         }
+        if (one && (n_segments == 0 || (budget > 0 ? m->plan.flops < best.flops
+                                                   : m->plan.peak_bytes < best.peak_bytes))) {
+            best = m->plan;
+            n_segments = m->n_segments;
+            memcpy(segments, m->segments, sizeof segments);
+        }
+        if (job->tile > 0) break;
     }
-    m->whole_sums = false;
     *fits = n_segments > 0;
     if (!*fits) return ROCQ_OK;
     m->plan = best;

@@ -65,6 +65,12 @@ static rocq_result vae__count_scratch(vae_model *m) {
     return ROCQ_OK;
 }
 
+// Scratch memory for an op that can do with less, in bytes: up to the plan's limit. 0 = any.
+static int64_t vae__room(const vae_model *m) {
+    const int64_t room = m->plan.limit - m->stack.level[0] - m->stack.level[1];
+    return m->plan.limit == 0 ? 0 : room > 1 ? room : 1;
+}
+
 // Before a copy, at the latest: launches what has been recorded since the last one.
 static rocq_result vae__flush(vae_model *m) {
     rocq_graph *graph = NULL;
@@ -254,7 +260,7 @@ static rocq_result vae__conv(vae_model *m, vae_conv *c, const vae__value *x, con
         .folded = c->folded, .pad_x = pad[0], .pad_y = pad[1],
         .x_activation = c->before, .activation = c->after,
         .x_scale = wide ? 1.0f / 64 : 0, .precision = m->options.precision,
-        .whole_sums = m->plan.whole_sums};
+        .most_scratch = vae__room(m)};
     if (m->last_conv >= 0) m->net->convs[m->last_conv].follower = index;
     m->last_conv = index;
     if (!m->planning) VAE__TRY(vae__bring(m, index));
@@ -541,40 +547,21 @@ static vae__span vae__rows(const int64_t size[2], int64_t first, int64_t end, bo
     return o;
 }
 
-static rocq_result vae__chain(vae_model *m, int32_t a, int32_t b, const vae__value *x,
-                              const vae__span *o, int32_t stop, const vae__value *dest,
-                              vae__value *out);
+// How modules a to b - 1 go through bands of so many rows.
+typedef struct vae__banding {
+    vae_conv *convs[4], *shortcut; // [n], one behind the other; NULL = there is none
+    int32_t n;
+    bool doubles, up;              // the first doubles positions; from the last row to the first
+    int64_t rows;
+    const vae__value *x, *y;       // whole, of the same place
+} vae__banding;
 
-// Mean and variance of what convolution j of module b - 1 reads, from all bands of it.
-static rocq_result vae__gather_bands(vae_model *m, int32_t a, int32_t b, int32_t j, int64_t rows,
-                                     const vae__value *x) {
-    const int64_t h = m->size[b][1];
-    vae_conv *conv = &m->net->convs[m->net->modules[b - 1].first + j];
-    vae__value kept = *x;
-    kept.owned = false;
-    for (int64_t at = 0; at < h; at += rows) {
-        const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
-        const vae__span o = vae__rows(m->size[b], at, at + rows < h ? at + rows : h, false);
-        const double flops = m->flops;
-        vae__value v;
-        VAE__TRY(vae__chain(m, a, b - 1, &kept, &o, j, NULL, &v));
-        const rocq_tensor part = vae__frames_of(&v, &o);
-        VAE__TRY(vae__group_stats(m, conv, &part, true, at == 0));
-        memcpy(m->stack.level, levels, sizeof levels);
-        // Planning, the second band stands for those up to the last.
-        const int64_t skipped = m->planning && at == rows ? (h - 1) / rows - 2 : 0;
-        if (skipped <= 0) continue;
-        m->flops += (double)skipped * (m->flops - flops);
-        at += skipped * rows;
-    }
-    return ROCQ_OK;
-}
-
-// Room for a band of so many rows of a value of c channels.
-static rocq_result vae__new_band(vae_model *m, rocq_format format, int64_t c, int32_t side,
-                                 int64_t rows, const int64_t size[2], bool up, vae__value *band) {
-    const vae__span o = vae__rows(size, 0, rows < size[1] ? rows : size[1], up);
-    return vae__new(m, side, format, c, size, &o, 1, band);
+// Room for a band of so many rows of a value of c channels, on the side where x is not.
+static rocq_result vae__new_band(vae_model *m, const vae__banding *g, rocq_format format, int64_t c,
+                                 int64_t rows, vae__value *band) {
+    const int64_t *size = g->y->size;
+    const vae__span o = vae__rows(size, 0, rows < size[1] ? rows : size[1], g->up);
+    return vae__new(m, !g->x->side, format, c, size, &o, 1, band);
 }
 
 // Moves a band on to where its next rows, from row `at` on, follow the last `keep` before them.
@@ -585,104 +572,124 @@ static rocq_result vae__advance(vae_model *m, vae__value *band, int64_t at, int6
     const vae__span last = vae__rows(band->size, at - keep, at, up);
     const rocq_tensor from = vae__frames_of(band, &last);
     band->span.at[1] = up ? h - at + keep - n : at - keep;
+    if (keep == 0) return ROCQ_OK;
     const rocq_tensor to = vae__frames_of(band, &last);
     const rocq_cast_params copy = {.y = &to, .x = &from};
     VAE__RUN(m, cast, &copy);
     return ROCQ_OK;
 }
 
+// Rows o of y, from the bands of what is between.
+static rocq_result vae__end_of_bands(vae_model *m, const vae__banding *g, vae__value *band,
+                                     vae__value *brief, const vae__span *o) {
+    const vae__value *in = g->doubles ? &band[0] : g->x; // of the block
+    const rocq_tensor t = vae__frames_of(g->y, o);
+    rocq_tensor residual = vae__frames_of(in, o);
+    if (g->shortcut) {
+        brief->span.at[1] = o->at[1];
+        residual = g->doubles ? t : vae__frames_of(brief, o); // some rows of x are under those of y
+        VAE__TRY(vae__conv(m, g->shortcut, in, o, &residual, NULL));
+    }
+    return vae__conv(m, g->convs[g->n - 1], &band[g->n - 2], o, &t, &residual);
+}
+
+// The bands, from the first to the last: all convolutions, or with stop < n those before `stop`,
+// and the mean and variance of what that one reads. One convolution further from the last is a row
+// further on, so that nothing is computed twice.
+static rocq_result vae__pass(vae_model *m, const vae__banding *g, int32_t stop) {
+    const int64_t *size = g->y->size, h = size[1], rows = g->rows;
+    const int64_t n_bands = (h + rows - 1) / rows;
+    const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
+    const bool all = stop == g->n;
+    const int32_t n_between = all ? stop - 1 : stop; // bands that have memory
+    int64_t ahead[4];
+    vae__value band[4], brief;
+    memset(&brief, 0, sizeof brief);
+    for (int32_t j = stop - 1; j >= 0; j--) {
+        ahead[j] = stop - 1 - j;
+        if (g->convs[j]->upsample > 1) ahead[j] |= 1; // its rows begin at an odd one: vae__align
+    }
+    for (int32_t j = 0; j < n_between; j++) {
+        const rocq_format format = g->doubles && j == 0 ? m->stream : m->inner;
+        VAE__TRY(vae__new_band(m, g, format, g->convs[j]->m, rows + stop, &band[j]));
+    }
+    if (all && g->shortcut && !g->doubles) {
+        VAE__TRY(vae__new_band(m, g, m->stream, g->shortcut->m, rows, &brief));
+    }
+    for (int64_t k = 0; k < n_bands; k++) {
+        const int64_t done = k * rows, end = k == n_bands - 1 ? h : done + rows;
+        const vae__span o = vae__rows(size, done, end, g->up);
+        const double flops = m->flops;
+        for (int32_t j = 0; j < n_between; j++) {
+            const int64_t from = k == 0 ? 0 : done + ahead[j] < h ? done + ahead[j] : h;
+            const int64_t to = end + ahead[j] < h ? end + ahead[j] : h;
+            // Rows o of the last have statistics, and those behind a doubling are added to the
+            // result; else the row before the next convolution's is the first that is still read.
+            int64_t first = j == stop - 1 || (all && g->doubles && j == 0) ? done : from;
+            if (j < stop - 1 && done + ahead[j + 1] <= first) first = done + ahead[j + 1] - 1;
+            if (k > 0) VAE__TRY(vae__advance(m, &band[j], from, from - first, g->up));
+            if (from == to) continue;
+            const vae__span part = vae__rows(size, from, to, g->up);
+            const rocq_tensor t = vae__frames_of(&band[j], &part);
+            VAE__TRY(vae__conv(m, g->convs[j], j == 0 ? g->x : &band[j - 1], &part, &t, NULL));
+        }
+        if (all) {
+            VAE__TRY(vae__end_of_bands(m, g, band, &brief, &o));
+        } else {
+            const rocq_tensor part = vae__frames_of(&band[stop - 1], &o);
+            VAE__TRY(vae__group_stats(m, g->convs[stop], &part, true, k == 0));
+        }
+        if (!m->planning || k != 1 || n_bands <= 3) continue;
+        m->flops += (double)(n_bands - 3) * (m->flops - flops);
+        k = n_bands - 2; // the second stood for those up to the last
+        for (int32_t j = 0; j < n_between; j++) {
+            band[j].span.at[1] += (g->up ? -1 : 1) * (n_bands - 3) * rows;
+        }
+    }
+    memcpy(m->stack.level, levels, sizeof levels);
+    return ROCQ_OK;
+}
+
 // Modules a to b - 1, a block, or a convolution that doubles positions and a block. The result is
-// in the place of x. Of what is between the convolutions there are bands, and a convolution further
-// from the result is a row further on, so that none of what is between is computed twice, and rows
-// of x are read before rows of the result replace them.
+// in the place of x: rows of x are read before rows of the result replace them. What is between is
+// computed once for the result, and once before for each norm of it.
 //
 // Through a shortcut rows of the result may be shorter than those of x. They lie where x ends on
 // the stack, so from the other side of it the bands go up. Behind doubled positions the result is
 // larger. It reaches over x to the inner end of the stack, from where its rows replace those of x:
-// so from the side where the bands of a smaller result go down these go up. And the convolution
-// that doubles is ahead by an odd number of rows, since its rows are to begin at an odd one, see
-// vae__align.
+// so from the side where the bands of a smaller result go down these go up.
 static rocq_result vae__bands(vae_model *m, int32_t a, int32_t b, int32_t tile, vae__value *x,
                               vae__value *out) {
     const vae_module *mod = &m->net->modules[b - 1];
-    const bool doubles = b - a == 2, shortcut = mod->residual == VAE__OF_SHORTCUT;
-    const bool up = doubles ? x->side == 0 : shortcut && x->side != 0;
-    const int64_t *size = m->size[b], h = size[1];
-    const int32_t other = !x->side, n = mod->n + (doubles ? 1 : 0);
-    const int64_t even = doubles ? 2 : 1, rows = tile * h / m->full[1] / even * even;
-    const int64_t n_bands = (h + rows - 1) / rows;
-    const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
-    vae_conv *blocks = &m->net->convs[mod->first], *convs[4];
-    int64_t ahead[4];
-    vae__value band[4], y = *x, brief;
+    vae_conv *convs = &m->net->convs[mod->first];
+    vae__value y = *x;
+    vae__banding g = {.n = 0, .doubles = b - a == 2, .x = x, .y = &y};
     m->inline_stats = false;
-    for (int32_t j = 0; j < mod->n; j++) {
-        if (blocks[j].norm != VAE__GROUP_NORM) continue;
+    memcpy(y.size, m->size[b], sizeof y.size);
+    y.span = vae__whole(y.size);
+    if (g.doubles) g.convs[g.n++] = &m->net->convs[m->net->modules[a].first];
+    for (int32_t j = 0; j < mod->n; j++) g.convs[g.n++] = &convs[j];
+    if (mod->residual == VAE__OF_SHORTCUT) g.shortcut = &convs[mod->n];
+    g.up = g.doubles ? x->side == 0 : g.shortcut && x->side != 0;
+    g.rows = tile * y.size[1] / m->full[1];
+    if (g.doubles) g.rows -= g.rows % 2;
+    for (int32_t j = 0; j < g.n; j++) {
+        if (g.convs[j]->norm != VAE__GROUP_NORM) continue;
         const rocq_tensor all = vae__frames_of(x, &x->span);
-        if (j == 0 && !doubles) VAE__TRY(vae__group_stats(m, blocks, &all, false, true));
-        else VAE__TRY(vae__gather_bands(m, a, b, j, rows, x));
+        if (j == 0) VAE__TRY(vae__group_stats(m, convs, &all, false, true));
+        else VAE__TRY(vae__pass(m, &g, j));
     }
-    if (doubles) convs[0] = &m->net->convs[m->net->modules[a].first];
-    for (int32_t j = 0; j < mod->n; j++) convs[n - mod->n + j] = &blocks[j];
-    for (int32_t j = n - 1; j >= 0; j--) {
-        ahead[j] = n - 1 - j;
-        if (convs[j]->upsample > 1) ahead[j] |= 1;
-    }
-    if (doubles || shortcut) {
+    if (g.doubles || g.shortcut) {
         int64_t bytes;
-        const int64_t ne[4] = {blocks[mod->n - (shortcut ? 0 : 1)].m, size[0], h, 1};
-        VAE__TRY(rocq_row_size(m->stream, ne[0] * ne[1] * h, &bytes));
+        const int64_t ne[4] = {g.shortcut ? g.shortcut->m : convs->c, y.size[0], y.size[1], 1};
+        VAE__TRY(rocq_row_size(m->stream, ne[0] * ne[1] * ne[2], &bytes));
         bytes = (bytes + 255) / 256 * 256;
         const int64_t at = x->side == 0 ? x->full.offset : m->stack.buffer.size - x->mark - bytes;
         VAE__TRY(rocq_tensor_init(&y.full, &m->stack.buffer, at, m->stream, 4, ne));
         y.end = x->mark + bytes;
-        y.span = vae__whole(size);
-        memcpy(y.size, size, sizeof y.size);
-        if (y.end > m->stack.level[x->side]) m->stack.level[x->side] = y.end;
     }
-    if (shortcut && !doubles) {
-        VAE__TRY(vae__new_band(m, m->stream, blocks[mod->n].m, other, rows, size, false, &brief));
-    }
-    for (int32_t j = 0; j < n - 1; j++) {
-        const bool first = doubles && j == 0;
-        VAE__TRY(vae__new_band(m, first ? m->stream : m->inner, convs[j]->m, other, rows + n, size,
-                               up, &band[j]));
-    }
-    for (int64_t k = 0; k < n_bands; k++) {
-        const int64_t done = k * rows, end = k == n_bands - 1 ? h : done + rows;
-        const vae__span o = vae__rows(size, done, end, up);
-        const double flops = m->flops;
-        for (int32_t j = 0; j < n - 1; j++) {
-            const int64_t from = k == 0 ? 0 : done + ahead[j] < h ? done + ahead[j] : h;
-            const int64_t to = end + ahead[j] < h ? end + ahead[j] : h;
-            // What doubles positions is added to the result too, so its rows stay up to there.
-            const int64_t keep = doubles && j == 0 ? from - done : 2;
-            if (k > 0) VAE__TRY(vae__advance(m, &band[j], from, keep, up));
-            if (from == to) continue;
-            const vae__span part = vae__rows(size, from, to, up);
-            const rocq_tensor t = vae__frames_of(&band[j], &part);
-            VAE__TRY(vae__conv(m, convs[j], j == 0 ? x : &band[j - 1], &part, &t, NULL));
-        }
-        const rocq_tensor t = vae__frames_of(&y, &o);
-        const vae__value *in = doubles ? &band[0] : x; // of the block
-        rocq_tensor residual = vae__frames_of(in, &o);
-        if (shortcut && doubles) {
-            VAE__TRY(vae__conv(m, &blocks[mod->n], in, &o, &t, NULL));
-            residual = t;
-        } else if (shortcut) { // some rows of x are under those of y
-            brief.span.at[1] = o.at[1];
-            residual = vae__frames_of(&brief, &o);
-            VAE__TRY(vae__conv(m, &blocks[mod->n], in, &o, &residual, NULL));
-        }
-        VAE__TRY(vae__conv(m, convs[n - 1], &band[n - 2], &o, &t, &residual));
-        if (!m->planning || k != 1 || n_bands <= 3) continue;
-        m->flops += (double)(n_bands - 3) * (m->flops - flops);
-        k = n_bands - 2; // the second stood for those up to the last
-        for (int32_t j = 0; j < n - 1; j++) {
-            band[j].span.at[1] += (up ? -1 : 1) * (n_bands - 3) * rows;
-        }
-    }
-    memcpy(m->stack.level, levels, sizeof levels);
+    if (y.end > m->stack.level[x->side]) m->stack.level[x->side] = y.end;
+    VAE__TRY(vae__pass(m, &g, g.n));
     m->stack.level[x->side] = y.end;
     *out = y;
     return ROCQ_OK;

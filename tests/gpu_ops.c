@@ -1787,9 +1787,10 @@ static void test_conv_options(void **state) {
     }
 }
 
-// Where y is small for the chip, K is split over blocks, whose sums are scratch memory; with
-// whole_sums there are none, no second launch, and the same result up to the order of the sums.
-static void test_conv_whole_sums(void **state) {
+// Where y is small for the chip, K is split over blocks, whose sums are scratch memory, at most as
+// much as is allowed; with too little there are none, no second launch, and the same result up to
+// the order of the sums.
+static void test_conv_most_scratch(void **state) {
     const uint64_t state_before = random_state; // for the tests behind this one
     const int32_t n_units = gpu->gpu->chip.n_units;
     (void)state;
@@ -1804,9 +1805,10 @@ static void test_conv_whole_sums(void **state) {
         random_weights(&w);
         rocq_conv_params p = {.y = &y.t, .w = &w.t, .x = &x.t, .bias = &bias.t, .kw = taps,
                               .kh = taps};
-        int64_t merges[2], scratch[2] = {0, 0};
-        for (int k = 0; k < 2; k++) {
-            p.whole_sums = k == 1;
+        const int64_t sums = 4 * rocq_tensor_count(&y.t); // of one split, in F32
+        int64_t merges[3], scratch[3] = {0, 0, 0};
+        for (int k = 0; k < 3; k++) { // any number; two; nothing for two
+            p.most_scratch = k == 0 ? 0 : k == 1 ? 2 * sums + 255 : 2 * sums - 1;
             any_params on_device = params_of(ROCQ_OP_CONV, &p);
             move_params(ROCQ_OP_CONV, &on_device);
             assert_int_equal(rocq_plan_begin(gpu, &scratch[k]), ROCQ_OK);
@@ -1814,12 +1816,13 @@ static void test_conv_whole_sums(void **state) {
             rocq_plan_end(gpu);
             free_twins();
             merges[k] = -gpu->gpu->launches[ROCQ_K_conv_merge];
-            compare(ROCQ_OP_CONV, &p, &y, 0, say("conv, case %d, whole sums %d", i, k));
+            compare(ROCQ_OP_CONV, &p, &y, 0, say("conv, case %d, scratch %d", i, k));
             merges[k] += gpu->gpu->launches[ROCQ_K_conv_merge];
         }
-        assert_true(merges[0] > 0 && merges[1] == 0);
-        // Two sums or more of every element of y, in F32; nothing else takes any here.
-        assert_true(scratch[0] >= 2 * 4 * rocq_tensor_count(&y.t) && scratch[1] == 0);
+        assert_true(merges[0] > 0 && merges[1] > 0 && merges[2] == 0);
+        // Nothing else takes any here.
+        assert_true(scratch[0] > 2 * sums + 255 && scratch[2] == 0);
+        assert_true(scratch[1] >= 2 * sums && scratch[1] <= 2 * sums + 255);
         box *all[] = {&w, &x, &y, &bias};
         for (size_t j = 0; j < sizeof all / sizeof all[0]; j++) box_free(all[j]);
     }
@@ -3967,7 +3970,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_gather),          cmocka_unit_test(test_argmax),
         cmocka_unit_test(test_sample),          cmocka_unit_test(test_bad_indices),
         cmocka_unit_test(test_conv_shapes),     cmocka_unit_test(test_conv_options),
-        cmocka_unit_test(test_conv_lds),        cmocka_unit_test(test_conv_whole_sums),
+        cmocka_unit_test(test_conv_lds),        cmocka_unit_test(test_conv_most_scratch),
         cmocka_unit_test(test_conv_scale),      cmocka_unit_test(test_norm_stats),
         cmocka_unit_test(test_resize),          cmocka_unit_test(test_pixels),
         cmocka_unit_test(test_matmul_backward_formats),
