@@ -547,7 +547,7 @@ static vae__span vae__rows(const int64_t size[2], int64_t first, int64_t end, bo
     return o;
 }
 
-// How modules a to b - 1 go through bands of so many rows.
+// How modules a to b - 1 go through bands of at most so many rows.
 typedef struct vae__banding {
     vae_conv *convs[4], *shortcut; // [n], one behind the other; NULL = there is none
     int32_t n;
@@ -593,18 +593,38 @@ static rocq_result vae__end_of_bands(vae_model *m, const vae__banding *g, vae__v
     return vae__conv(m, g->convs[g->n - 1], &band[g->n - 2], o, &t, &residual);
 }
 
+// Rows of a pass's bands. Within a limit of memory a power of two, the largest that leaves an eighth
+// of the room to ops: kernels work on tiles of 4 or 8 rows, and on an H100 bands of 96 rows take
+// longer than those of 64, whose tiles fill its units once.
+static rocq_result vae__band_rows(const vae_model *m, const vae__banding *g, int32_t stop,
+                                  int64_t *rows) {
+    const int64_t w = g->y->size[0], room = vae__room(m) / 8 * 7;
+    int64_t all = 0;
+    *rows = g->rows;
+    if (m->plan.limit == 0) return ROCQ_OK;
+    for (int32_t j = 0; j < stop; j++) {
+        int64_t row;
+        VAE__TRY(rocq_row_size(j == 0 ? m->stream : m->inner, w * g->convs[j]->m, &row));
+        if (j < g->n - 1 || (g->shortcut && !g->doubles)) all += row;
+    }
+    while ((*rows & (*rows - 1)) != 0) *rows &= *rows - 1;
+    while (*rows > 4 && (*rows + stop) * all > room) *rows /= 2;
+    return ROCQ_OK;
+}
+
 // The bands, from the first to the last: all convolutions, or with stop < n those before `stop`,
 // and the mean and variance of what that one reads. One convolution further from the last is a row
 // further on, so that nothing is computed twice.
 static rocq_result vae__pass(vae_model *m, const vae__banding *g, int32_t stop) {
-    const int64_t *size = g->y->size, h = size[1], rows = g->rows;
-    const int64_t n_bands = (h + rows - 1) / rows;
+    const int64_t *size = g->y->size, h = size[1];
     const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
     const bool all = stop == g->n;
     const int32_t n_between = all ? stop - 1 : stop; // bands that have memory
-    int64_t ahead[4];
+    int64_t ahead[4], rows;
     vae__value band[4], brief;
     memset(&brief, 0, sizeof brief);
+    VAE__TRY(vae__band_rows(m, g, stop, &rows));
+    const int64_t n_bands = (h + rows - 1) / rows;
     for (int32_t j = stop - 1; j >= 0; j--) {
         ahead[j] = stop - 1 - j;
         if (g->convs[j]->upsample > 1) ahead[j] |= 1; // its rows begin at an odd one: vae__align
