@@ -554,6 +554,9 @@ typedef struct vae__banding {
     bool doubles, up;              // the first doubles positions; from the last row to the first
     int64_t rows;
     const vae__value *x, *y;       // whole, of the same place
+    bool turns;                    // see vae__turn; then band[0] of all passes, and how many rows,
+    vae__value shared;             // counted from where the next pass begins, it has already
+    int64_t ready;
 } vae__banding;
 
 // Room for a band of so many rows of a value of c channels, on the side where x is not.
@@ -572,7 +575,10 @@ static rocq_result vae__advance(vae_model *m, vae__value *band, int64_t at, int6
     const vae__span last = vae__rows(band->size, at - keep, at, up);
     const rocq_tensor from = vae__frames_of(band, &last);
     band->span.at[1] = up ? h - at + keep - n : at - keep;
-    if (keep == 0) return ROCQ_OK;
+    if (keep == 0) { // no further than to the end: see vae__turn
+        if (!up && at > h - n) band->span.at[1] = h - n;
+        return ROCQ_OK;
+    }
     const rocq_tensor to = vae__frames_of(band, &last);
     const rocq_cast_params copy = {.y = &to, .x = &from};
     VAE__RUN(m, cast, &copy);
@@ -601,7 +607,7 @@ static rocq_result vae__band_rows(const vae_model *m, const vae__banding *g, int
     const int64_t w = g->y->size[0], room = vae__room(m) / 8 * 7;
     int64_t all = 0;
     *rows = g->rows;
-    if (m->plan.limit == 0) return ROCQ_OK;
+    if (m->plan.limit == 0 || g->turns) return ROCQ_OK;
     for (int32_t j = 0; j < stop; j++) {
         int64_t row;
         VAE__TRY(rocq_row_size(j == 0 ? m->stream : m->inner, w * g->convs[j]->m, &row));
@@ -631,6 +637,8 @@ static rocq_result vae__pass(vae_model *m, const vae__banding *g, int32_t stop) 
     }
     for (int32_t j = 0; j < n_between; j++) {
         const rocq_format format = g->doubles && j == 0 ? m->stream : m->inner;
+        band[j] = g->shared;
+        if (g->turns && j == 0) continue;
         VAE__TRY(vae__new_band(m, g, format, g->convs[j]->m, rows + stop, &band[j]));
     }
     if (all && g->shortcut && !g->doubles) {
@@ -641,7 +649,9 @@ static rocq_result vae__pass(vae_model *m, const vae__banding *g, int32_t stop) 
         const vae__span o = vae__rows(size, done, end, g->up);
         const double flops = m->flops;
         for (int32_t j = 0; j < n_between; j++) {
-            const int64_t from = k == 0 ? 0 : done + ahead[j] < h ? done + ahead[j] : h;
+            const int64_t from = k == 0               ? (j == 0 ? g->ready : 0)
+                                 : done + ahead[j] < h ? done + ahead[j]
+                                                       : h;
             const int64_t to = end + ahead[j] < h ? end + ahead[j] : h;
             // Rows o of the last have statistics, and those behind a doubling are added to the
             // result; else the row before the next convolution's is the first that is still read.
@@ -670,6 +680,18 @@ static rocq_result vae__pass(vae_model *m, const vae__banding *g, int32_t stop) 
     return ROCQ_OK;
 }
 
+// Where only the second convolution of two has a norm to be found, and the result may begin at
+// either end, the pass that finds it goes down and the one behind it up: it begins with the rows of
+// the last band, which are still there.
+static rocq_result vae__turn(vae_model *m, vae__banding *g) {
+    if (g->doubles || g->shortcut || g->n != 2 || g->convs[1]->norm != VAE__GROUP_NORM) {
+        return ROCQ_OK;
+    }
+    VAE__TRY(vae__band_rows(m, g, g->n, &g->rows));
+    g->turns = true;
+    return vae__new_band(m, g, m->inner, g->convs[0]->m, g->rows + g->n, &g->shared);
+}
+
 // Modules a to b - 1, a block, or a convolution that doubles positions and a block. The result is
 // in the place of x: rows of x are read before rows of the result replace them. What is between is
 // computed once for the result, and once before for each norm of it.
@@ -682,8 +704,13 @@ static rocq_result vae__bands(vae_model *m, int32_t a, int32_t b, int32_t tile, 
                               vae__value *out) {
     const vae_module *mod = &m->net->modules[b - 1];
     vae_conv *convs = &m->net->convs[mod->first];
+    const int64_t other = m->stack.level[!x->side];
     vae__value y = *x;
-    vae__banding g = {.n = 0, .doubles = b - a == 2, .x = x, .y = &y};
+    vae__banding g;
+    memset(&g, 0, sizeof g);
+    g.doubles = b - a == 2;
+    g.x = x;
+    g.y = &y;
     m->inline_stats = false;
     memcpy(y.size, m->size[b], sizeof y.size);
     y.span = vae__whole(y.size);
@@ -693,6 +720,7 @@ static rocq_result vae__bands(vae_model *m, int32_t a, int32_t b, int32_t tile, 
     g.up = g.doubles ? x->side == 0 : g.shortcut && x->side != 0;
     g.rows = tile * y.size[1] / m->full[1];
     if (g.doubles) g.rows -= g.rows % 2;
+    VAE__TRY(vae__turn(m, &g));
     for (int32_t j = 0; j < g.n; j++) {
         if (g.convs[j]->norm != VAE__GROUP_NORM) continue;
         const rocq_tensor all = vae__frames_of(x, &x->span);
@@ -709,7 +737,14 @@ static rocq_result vae__bands(vae_model *m, int32_t a, int32_t b, int32_t tile, 
         y.end = x->mark + bytes;
     }
     if (y.end > m->stack.level[x->side]) m->stack.level[x->side] = y.end;
+    if (g.turns) {
+        const int64_t h = y.size[1], n = g.shared.span.n[1];
+        g.up = true;
+        g.ready = h - (h - 1) / g.rows * g.rows;
+        g.shared.span.at[1] = h - n;
+    }
     VAE__TRY(vae__pass(m, &g, g.n));
+    m->stack.level[!x->side] = other;
     m->stack.level[x->side] = y.end;
     *out = y;
     return ROCQ_OK;
