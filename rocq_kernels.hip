@@ -2606,7 +2606,8 @@ DEV float epilogue_apply(const epilogue &e, float v, float v2, B bias, G gate, R
 // it as Q8_0 in LDS; that saves a launch. Meanwhile the first lines of w are prefetched
 // (matvec_touch).
 //
-// Geometry: blocks of 256 threads, 8 waves; a block has 32 / k_waves rows of one product. A launch
+// Geometry: blocks of 256 threads, 8 waves; a block has 32 / k_waves rows of one product (a launch
+// with `low` has blocks of 9 waves, and those of product 0 have 8 / k_waves rows). A launch
 // has up to four products of the same x; their blocks follow each other (block_begin). LDS: 256 N
 // bytes, of matvec_row 4.7 KB. Rows past m repeat row m - 1 and columns past n repeat column n - 1;
 // they are not stored.
