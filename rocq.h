@@ -26373,8 +26373,8 @@ static void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, void 
 // Limits how many waves of matvecs are resident on a SIMD: each block asks for so much LDS, most of
 // which it does not use, that only the wanted number of blocks fits on a WGP. The 8 waves of a
 // block are spread evenly over the WGP's 4 SIMDs, so each block is 2 waves on a SIMD (the ninth of
-// blocks with `low` multiplies nothing and does not count). Two blocks
-// with the most LDS that a block may have still fit on a WGP, so the lowest limit is 4 waves.
+// blocks with `low` multiplies nothing and does not count). Two blocks with the most LDS that a
+// block may have still fit on a WGP, so the lowest limit is 4 waves.
 static void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
     enum {
         SIMDS = 2 * ROCQ__CU_SIMDS,
