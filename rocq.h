@@ -2787,6 +2787,7 @@ enum {
     ROCQ_K_WAVE = 32,         // lanes
     ROCQ_K_MATVEC_ROWS = 4,   // rows of w that a wave works on at once
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
+    ROCQ_K_MATVEC_LOW_THREADS = 288, // of a block with `low`: a wave more
     ROCQ_K_MATVEC_PRODUCTS = 4, // most products of the same x in one launch
     ROCQ_K_MATVEC_LOW = 1024,   // most rows of product 0 of a launch with `low`
     ROCQ_K_LOW_TURN = 32,       // words ahead of the two sets: the first one tells launches apart,
@@ -2795,7 +2796,6 @@ enum {
     ROCQ_K_MATVEC_ROW_K = 4096, // largest K of a matvec_row
     ROCQ_K_MATVEC_LDS = 2048, // most bytes of LDS of a matvec: two sums a row and column, a wave
     ROCQ_K_MATVEC_ROW_LDS = ROCQ_K_MATVEC_ROW_K / 32 * 34 + 384, // x in Q8_0, sums, the norm's work
-    ROCQ_K_MATVEC_LOW_LDS = 2560, // and of those with adapters beyond that
     ROCQ_K_FEW = 8,           // columns up to which a product is a matvec
     ROCQ_K_MATMUL_M = 128,    // a block of a matmul: rows of w, and below, by precision, columns
     ROCQ_K_MATMUL_F16_N = 128,
@@ -3034,8 +3034,9 @@ typedef struct rocq_k_lora {
 //   kernel    the _n1 _n2 _n4 _n8 of the least size >= n; int8_read and f32 with block formats
 //             have _n1 and _n8; int8_mixed, int8_low: n = 1; row_NAME: int8 with n = 1, whose
 //             blocks norm x and make Q8_0 of it
-//   grid      blocks of ROCQ_K_MATVEC_WAVES waves. A block has R = 32 / k_waves rows of a product;
-//             product i has (m + R - 1) / R blocks, the first of which is block_begin[i]
+//   grid      blocks of ROCQ_K_MATVEC_WAVES waves, with low of one more. A block has
+//             R = 32 / k_waves rows of a product, of product 0 with low 8 / k_waves; product i has
+//             (m + R - 1) / R blocks, the first of which is block_begin[i]
 //   products  same x, k and n; one format but for mixed, low and read; w2 has w's format, shape and
 //             place; low takes ROCQ_K_LOW_FORMATS
 //   int8      k a multiple of the block of w's format; w, w2 and x planar, aligned to 16 bytes
@@ -3547,10 +3548,10 @@ enum {
     X(matvec_int8_read_n1, rocq_k_matvec_args, 256)          \
     X(matvec_int8_read_n8, rocq_k_matvec_args, 256)          \
     X(matvec_int8_mixed_n1, rocq_k_matvec_args, 256)         \
-    X(matvec_int8_low_n1, rocq_k_matvec_args, 256)           \
+    X(matvec_int8_low_n1, rocq_k_matvec_args, ROCQ_K_MATVEC_LOW_THREADS) \
     ROCQ_K_INT8_FORMATS(ROCQ_K_MATVEC_ROW, X)                \
     X(matvec_row_mixed, rocq_k_matvec_args, 256)             \
-    X(matvec_row_low, rocq_k_matvec_args, 256)               \
+    X(matvec_row_low, rocq_k_matvec_args, ROCQ_K_MATVEC_LOW_THREADS) \
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATVEC_F32, X)                 \
     ROCQ_K_PLAIN_FORMATS(ROCQ_K_MATVEC_PLAIN, X)
 
@@ -18820,9 +18821,7 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel, uint32_t threads)
     if (kernel == ROCQ_K_conv_lds_128 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_128_BYTES;
     if (gpu->matvec_lds == 0 || !rocq__is_matvec(kernel)) return 0;
     const bool row = kernel >= ROCQ_K_matvec_row_q4_0 && kernel <= ROCQ_K_matvec_row_low;
-    const bool low = kernel == ROCQ_K_matvec_row_low || kernel == ROCQ_K_matvec_int8_low_n1;
-    const uint32_t own = (row ? (uint32_t)ROCQ_K_MATVEC_ROW_LDS : (uint32_t)ROCQ_K_MATVEC_LDS) +
-                         (low ? (uint32_t)ROCQ_K_MATVEC_LOW_LDS : 0);
+    const uint32_t own = row ? (uint32_t)ROCQ_K_MATVEC_ROW_LDS : (uint32_t)ROCQ_K_MATVEC_LDS;
     return gpu->matvec_lds > own ? gpu->matvec_lds - own : 0;
 }
 
@@ -20011,7 +20010,8 @@ static int64_t rocq__matvec_args(rocq__job *job, const rocq__product *g, int32_t
     args->k_step = ROCQ_K_WAVE << low_shift;
     for (int32_t i = 0; i < ROCQ_K_MATVEC_PRODUCTS; i++) {
         const int32_t k_shift = i == 0 ? low_shift : args->k_shift;
-        const int64_t block_rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> k_shift;
+        const int32_t wave_rows = i == 0 && low ? 1 : ROCQ_K_MATVEC_ROWS;
+        const int64_t block_rows = wave_rows * ROCQ_K_MATVEC_WAVES >> k_shift;
         args->block_begin[i] = i < n_products ? (uint32_t)blocks : UINT32_MAX;
         if (i < n_products) blocks += (g[i].w.ne[1] + block_rows - 1) / block_rows;
     }
@@ -20086,11 +20086,12 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
             args.row.y = rocq__device_data(norm->y);
         }
     }
+    const int threads = low ? ROCQ_K_MATVEC_LOW_THREADS : 256;
     if (low && !job->planning) args.low.words = job->ctx->gpu->low_words;
     for (int64_t i3 = 0; i3 < x->ne[3]; i3++) {
         for (int64_t i2 = 0; i2 < x->ne[2]; i2++) {
             rocq__matvec_move(&args, g, n_products, x, i2, i3);
-            rocq__job_launch(job, kernel, blocks, 1, 256, &args);
+            rocq__job_launch(job, kernel, blocks, 1, threads, &args);
         }
     }
 }
@@ -26440,8 +26441,9 @@ static void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, void 
 
 // Limits how many waves of matvecs are resident on a SIMD: each block asks for so much LDS, most of
 // which it does not use, that only the wanted number of blocks fits on a WGP. The 8 waves of a
-// block are spread evenly over the WGP's 4 SIMDs, so each block is 2 waves on a SIMD. Two blocks
-// with the most LDS that a block may have still fit on a WGP, so the lowest limit is 4 waves.
+// block are spread evenly over the WGP's 4 SIMDs, so each block is 2 waves on a SIMD (the ninth of
+// blocks with `low` multiplies nothing and does not count). Two blocks with the most LDS that a
+// block may have still fit on a WGP, so the lowest limit is 4 waves.
 static void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
     enum {
         SIMDS = 2 * ROCQ__CU_SIMDS,

@@ -870,6 +870,16 @@ DEV void computed(float &x) {
 #endif
     (void)x;
 }
+// nvcc loads a field of the args again at each use, for which a wave that is alone waits. Behind
+// this it cannot. Nor does it make a table of tests that have this between them, which would be one
+// more load.
+#if defined(__CUDACC__)
+DEV void held(int32_t &x) { asm volatile("" : "+r"(x)); }
+DEV void held(float &x) { asm volatile("" : "+f"(x)); }
+DEV void held(char *&x) { asm volatile("" : "+l"(x)); }
+#else
+template <typename T> DEV void held(T &) {}
+#endif
 // No instruction is moved across this point. Otherwise loads begin as early as possible, and each
 // holds its registers until its data is used: attention_decode_64 takes 246 to 253 VGPRs, not 198
 // to 205, and attention_prefill_128 spills with clang 19.
@@ -2596,7 +2606,8 @@ DEV float epilogue_apply(const epilogue &e, float v, float v2, B bias, G gate, R
 // it as Q8_0 in LDS; that saves a launch. Meanwhile the first lines of w are prefetched
 // (matvec_touch).
 //
-// Geometry: blocks of 256 threads, 8 waves; a block has 32 / k_waves rows of one product. A launch
+// Geometry: blocks of 256 threads, 8 waves; a block has 32 / k_waves rows of one product (a launch
+// with `low` has blocks of 9 waves, and those of product 0 have 8 / k_waves rows). A launch
 // has up to four products of the same x; their blocks follow each other (block_begin). LDS: 256 N
 // bytes, of matvec_row 4.7 KB. Rows past m repeat row m - 1 and columns past n repeat column n - 1;
 // they are not stored.
@@ -2851,12 +2862,14 @@ DEV void matvec_row_encode(const rocq_k_matvec_args &a, const float (&v)[QUADS][
         if (i < QUADS && 32 * mine < n) gstore((uint16_t *)a.row.y + n / 2 + mine, b.d);
     }
 }
+// A barrier that the waves of a block meet at from several places of the code.
+DEV void matvec_meet() { block_sync_lds(); }
 template <int QUADS>
 DEV void matvec_row_stage(const rocq_k_matvec_args &a, float (&v)[QUADS][4],
                           const float (&w)[QUADS][4], bool put, u32x4 *lds, float *work) {
     if (a.row.norm) matvec_row_norm(a, v, w, work);
     matvec_row_encode(a, v, put, lds);
-    block_sync_lds();
+    matvec_meet();
 }
 DEV raw<ROCQ_Q8_0> matvec_row_unit(const u32x4 *lds, uint32_t unit) {
     const uint16_t d = lget((const uint16_t *)(lds + 2 * ROW_UNITS) + unit);
@@ -3107,10 +3120,15 @@ DEV void matvec_share(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &
         default: break;
         }
     } else if constexpr (F == MATVEC_LOW) {
-        switch (p.format) {
-            ROCQ_K_LOW_FORMATS(ROCQ_X, )
-        default: break;
-        }
+        int32_t format = p.format;
+#define ROCQ_X_LOW(X, f)                                                                         \
+    if (format == ROCQ_K_ID_##f) {                                                               \
+        matvec_products<ROCQ_K_ID_##f, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);     \
+        return;                                                                                  \
+    }                                                                                            \
+    held(format);
+        ROCQ_K_LOW_FORMATS(ROCQ_X_LOW, )
+#undef ROCQ_X_LOW
     } else if constexpr (F == READ && INT8) {
         switch (p.format) {
             ROCQ_K_READ_FORMATS(ROCQ_X, )
@@ -3122,22 +3140,12 @@ DEV void matvec_share(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &
 #undef ROCQ_X
 }
 
-// LDS of a block with LOW; lanes are those of the wave that adds B t.
-struct matvec_low_lds {
-    u32x4 b[2][2][ROCQ_K_WAVE];     // 16 numbers of each lane's row of B, of each adapter
-    float t[2][16];                 // and as many of t
-    float sums[2][ROCQ_K_WAVE];     // B t of each lane's row
-    uint32_t word[ROCQ_K_WAVE];     // the index of the word that each lane looks at first
-};
-static_assert(sizeof(matvec_low_lds) == ROCQ_K_MATVEC_LOW_LDS, "rocq__lds_of counts on it");
-
 // What a block works on, which of its waves this is, and the block's LDS.
 struct matvec_at {
     uint32_t block;
     int product, first_row, wave, k_shift;
     float *sums, *work;
     u32x4 *row_x;
-    matvec_low_lds *low;
 };
 
 // Each thread finishes one y. This is all that it needs besides the sums. It is loaded before the
@@ -3183,7 +3191,8 @@ DEV void matvec_tail_lora(const rocq_k_matvec_args &a, int product, int row, mat
 template <bool LOW> DEV int matvec_k_shift(const rocq_k_matvec_args &a, int product) {
     return LOW && product == 0 ? __ffs(a.k_step / ROCQ_K_WAVE) - 1 : a.k_shift;
 }
-// With LOW, what adapters add is left to matvec_low_finish.
+// With LOW one wave does this for all rows of the block, and what adapters add is left to
+// matvec_low_wave.
 template <bool LOW>
 DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int first_row) {
     const rocq_k_matvec_args &a = LOW ? reread_anew(a0) : reread(a0);
@@ -3209,8 +3218,9 @@ DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int fi
                   t.y_stride, t.y_format, t.y_layout, t.gate_format, t.residual_format,
                   t.e.activation, t.e.softcap, has_lora);
     const int rows_log2 = 5 - t.k_shift;
-    t.r = (int)thread_index() & ((1 << rows_log2) - 1);
-    t.c = (int)thread_index() >> rows_log2;
+    const int thread = LOW ? lane_index() : (int)thread_index();
+    t.r = thread & ((1 << rows_log2) - 1);
+    t.c = thread >> rows_log2;
     const int row = first_row + t.r;
     t.live = t.c < n && row < t.m;
     t.e.has_w2 = w2 != 0;
@@ -3226,6 +3236,20 @@ DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int fi
     t.lora[0] = t.lora[1] = 0.0f;
     if (t.live && has_lora && !LOW) matvec_tail_lora(a, product, row, t);
     return t;
+}
+
+// Keeps what it needs at the end in registers.
+DEV void matvec_tail_hold(matvec_tail &t) {
+    int32_t live = t.live, has_bias = t.e.has_bias, has_w2 = t.e.has_w2;
+    int32_t has_gate = t.e.has_gate, has_residual = t.e.has_residual;
+    held(live), held(has_bias), held(has_w2), held(has_gate), held(has_residual);
+    held(t.e.activation), held(t.e.softcap), held(t.k_shift), held(t.y), held(t.y_format);
+    held(t.gate_format), held(t.residual_format);
+    t.live = live != 0;
+    t.e.has_bias = has_bias != 0;
+    t.e.has_w2 = has_w2 != 0;
+    t.e.has_gate = has_gate != 0;
+    t.e.has_residual = has_residual != 0;
 }
 
 // The index in LDS of the first sum of a thread's y. Each of the 1 << k_shift waves that share the
@@ -3314,10 +3338,11 @@ DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_
 // There are two sets of words, which launches use by turns. The blocks of product 0 zero the set
 // that the next launch will use; the launch before, which used it last, has ended. The highest bit
 // of a.low.words[0] says which set it is. A launch adds 1 << 31 to that word in total: block 0 adds
-// 1 << 31 less the number of the other blocks, and each of these adds 1. A block looks at the word
-// when it begins: in blocks of product 0 all waves do, in the others the one that waits for t. It
-// adds its share when all of these have seen what they looked at. So the highest bit changes only
-// when all blocks have looked, and all of them find the same bit.
+// 1 << 31 less the number of the other blocks, and each of these adds 1 once it has seen which set
+// it is. So the highest bit changes only when all blocks have looked, and all of them find the same
+// bit.
+// A block has a wave more than without `low`, which multiplies no weights. While the others do, it
+// reads what the end of the block needs, waits for t and makes B t; behind their sums it stores y.
 enum { MATVEC_LOOKS = 4096 }; // polls of a word until a block gives up: some milliseconds
 DEV uint32_t *matvec_low_words(const rocq_k_matvec_args &a, uint32_t turn) {
     return a.low.words + ROCQ_K_LOW_TURN + turn * ROCQ_K_MATVEC_LOW;
@@ -3328,18 +3353,48 @@ DEV void matvec_low_put(uint32_t *words, int row, float t) {
 }
 DEV void matvec_low_clear(const rocq_k_matvec_args &a, uint32_t block, uint32_t turn) {
     uint32_t *const words = matvec_low_words(a, turn ^ 1);
-    const uint32_t own = 256 - ROCQ_K_WAVE, step = a.block_begin[1] * own;
-    const uint32_t first = block * own + thread_index() - ROCQ_K_WAVE;
+    const uint32_t step = a.block_begin[1] * ROCQ_K_WAVE;
+    const uint32_t first = block * ROCQ_K_WAVE + (uint32_t)lane_index();
     for (uint32_t i = first; i < ROCQ_K_MATVEC_LOW; i += step) gstore(words + i, 0);
 }
 
-// Stores the rows of t that a block has the sums of, each times its gate. One wave calls it.
+// The sum of one wave's share of a row of product 0: a lane takes unit first + lane and then each
+// k_step-th. A wave has one row rather than the four of other products. That is a quarter of the
+// instructions ahead of t, which all other blocks wait for.
+template <bool ROW>
+DEV float matvec_low_sum(const rocq_k_matvec_args &a, const u32x4 *row_x, int row,
+                         uint32_t first) {
+    const rocq_k_matvec_weights &p = a.product[0].weights;
+    const uint32_t units = (uint32_t)a.k / 32, step = (uint32_t)a.k_step, last = units - 1;
+    const planes<ROCQ_Q8_0> w =
+        planes_at<ROCQ_Q8_0>(planes_of<ROCQ_Q8_0>(p.w, p.n_units), (p.row0 + row) * units);
+    const planes<ROCQ_Q8_0> x =
+        planes_at<ROCQ_Q8_0>(planes_of<ROCQ_Q8_0>(a.x, a.x_units), a.x_column0 * units);
+    uint32_t at = first + (uint32_t)lane_index(), next = at < last ? at : last;
+    raw<ROCQ_Q8_0> r_x, r_w = load_raw<ROCQ_Q8_0, ONCE>(w, next);
+    if constexpr (!ROW) r_x = load_raw<ROCQ_Q8_0>(x, next);
+    float sum = 0.0f;
+#pragma unroll 1
+    for (; at < units; at += step) {
+        next = at + step < last ? at + step : last;
+        const matvec_unit<ROCQ_Q8_0> u = matvec_unit_of<ROCQ_Q8_0>(r_w, at);
+        if constexpr (ROW) r_x = matvec_row_unit(row_x, at);
+        const matvec_x v = matvec_x_of<ROCQ_Q8_0>(r_x);
+        r_w = load_raw<ROCQ_Q8_0, ONCE>(w, next);
+        if constexpr (!ROW) r_x = load_raw<ROCQ_Q8_0>(x, next);
+        loads_issued();
+        sum = matvec_add<ROCQ_Q8_0>(sum, u.q, u.f, v);
+    }
+    return wave_sums<1, 1>(&sum);
+}
+
+// Stores the rows of t that a block has the sums of, each times its gate.
 DEV void matvec_low_store(const rocq_k_matvec_args &a, int first_row, int k_shift, uint32_t *words,
                           float gate, const float *sums) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
     const int r = lane_index(), row = first_row + r;
-    if (r >= ROWS * ROCQ_K_MATVEC_WAVES >> k_shift || row >= a.product[0].weights.m) return;
-    sums += (r / ROWS << k_shift) * ROWS + r % ROWS;
+    if (r >= ROCQ_K_MATVEC_WAVES >> k_shift || row >= a.product[0].weights.m) return;
+    sums += (r << k_shift) * ROWS;
     float t = lget(sums);
 #pragma unroll 1
     for (int k = 1; k < 1 << k_shift; k++) t += lget(sums + k * ROWS);
@@ -3349,34 +3404,20 @@ DEV void matvec_low_store(const rocq_k_matvec_args &a, int first_row, int k_shif
 }
 
 // Nothing promises that the blocks of product 0, which have the lowest numbers, begin before blocks
-// that wait for them. So a wave that has waited in vain computes all of product 0 itself. It takes
-// one row at a time, for which a few registers are enough, and adds in the order of the blocks of
-// product 0, so it stores the same bits.
+// that wait for them. So a wave that has waited in vain computes all of product 0 itself. It adds
+// in the order of the blocks of product 0, so it stores the same bits.
 template <bool ROW>
 DEV void matvec_low_help(const rocq_k_matvec_args &a0, const u32x4 *row_x, uint32_t *words) {
     const rocq_k_matvec_args &a = reread_anew(a0);
-    const rocq_k_matvec_weights &p = a.product[0].weights;
     const float *const gate = (const float *)a.product[0].gate;
-    const uint32_t units = (uint32_t)a.k / 32, step = (uint32_t)a.k_step;
-    const planes<ROCQ_Q8_0> w = planes_of<ROCQ_Q8_0>(p.w, p.n_units);
-    const planes<ROCQ_Q8_0> x =
-        planes_at<ROCQ_Q8_0>(planes_of<ROCQ_Q8_0>(a.x, a.x_units), a.x_column0 * units);
+    const int m = a.product[0].weights.m;
+    const uint32_t step = (uint32_t)a.k_step;
 #pragma unroll 1
-    for (int row = 0; row < p.m; row++) {
-        const planes<ROCQ_Q8_0> w_row = planes_at<ROCQ_Q8_0>(w, (p.row0 + row) * units);
+    for (int row = 0; row < m; row++) {
         float t = 0.0f;
 #pragma unroll 1
         for (uint32_t first = 0; first < step; first += ROCQ_K_WAVE) {
-            float sum = 0.0f;
-#pragma unroll 1
-            for (uint32_t at = first + (uint32_t)lane_index(); at < units; at += step) {
-                const raw<ROCQ_Q8_0> r = ROW ? matvec_row_unit(row_x, at)
-                                             : load_raw<ROCQ_Q8_0>(x, at);
-                const matvec_unit<ROCQ_Q8_0> u =
-                    matvec_unit_of<ROCQ_Q8_0>(load_raw<ROCQ_Q8_0>(w_row, at), at);
-                sum = matvec_add<ROCQ_Q8_0>(sum, u.q, u.f, matvec_x_of<ROCQ_Q8_0>(r));
-            }
-            sum = wave_sums<1, 1>(&sum);
+            const float sum = matvec_low_sum<ROW>(a, row_x, row, first);
             t = first == 0 ? sum : t + sum;
         }
         if (gate) t *= gload(gate + row);
@@ -3387,20 +3428,23 @@ DEV void matvec_low_help(const rocq_k_matvec_args &a0, const u32x4 *row_x, uint3
     }
 }
 
-// Copies numbers of B to LDS, 16 of each lane's row from rank0 on, of each adapter.
-DEV void matvec_low_copy(const rocq_k_matvec_args &a, const matvec_at &at, int m, int rank0) {
-    const int rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> at.k_shift, lane = lane_index();
-    const int row = min(at.first_row + (lane & (rows - 1)), m - 1);
-#pragma unroll 1
+// 16 numbers of a row of B from rank0 on, of each adapter.
+struct matvec_low_b {
+    u32x4 v[2][2];
+};
+DEV matvec_low_b matvec_low_load(const rocq_k_lora *lora, int row, int rank0) {
+    matvec_low_b b;
+#pragma unroll
     for (int i = 0; i < 2; i++) {
-        const rocq_k_lora &lora = a.lora[at.product][i];
-        if (rank0 >= lora.rank) continue;
         const u32x4 *const from =
-            (const u32x4 *)((const char *)lora.b + row * lora.b_stride) + rank0 / 8;
-        copy_async(&at.low->b[i][0][lane], from, true);
-        copy_async(&at.low->b[i][1][lane], from + 1, rank0 + 8 < lora.rank);
+            (const u32x4 *)((const char *)lora[i].b + row * lora[i].b_stride) + rank0 / 8;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            b.v[i][h] = make4(0, 0, 0, 0);
+            if (rank0 + 8 * h < lora[i].rank) b.v[i][h] = gload(from + h);
+        }
     }
-    copies_close();
+    return b;
 }
 // The index of the word that a lane looks at: the first 16 lanes look at those of w, the others at
 // those of w2, of the ranks from rank0 on. MATVEC_LOW_NONE where there is none to wait for.
@@ -3420,163 +3464,124 @@ DEV uint32_t matvec_low_look(const uint32_t *words, uint32_t index, int looks) {
     return word;
 }
 // Waits until all numbers of t that the lanes of a wave need are there; false if that was in vain.
-// word is what a lane saw at its first look, and becomes its word of the first 16 ranks.
-DEV bool matvec_low_wait(const rocq_k_matvec_args &a, const matvec_at &at, const uint32_t *words,
-                         uint32_t &word) {
-    const int rank = max(a.lora[at.product][0].rank, a.lora[at.product][1].rank);
-    if (word == 0) word = matvec_low_look(words, lget(&at.low->word[lane_index()]), MATVEC_LOOKS);
+// word is what a lane saw at its first look at words[index], and becomes what is there.
+DEV bool matvec_low_wait(const rocq_k_matvec_args &a, int product, int rank,
+                         const uint32_t *words, uint32_t index, uint32_t &word) {
+    if (word == 0) word = matvec_low_look(words, index, MATVEC_LOOKS);
     bool there = wave_ballot(word == 0) == 0;
 #pragma unroll 1
     for (int rank0 = 16; rank0 < rank && there; rank0 += 16) {
-        const uint32_t index = matvec_low_index(a, at.product, rank0);
-        there = wave_ballot(matvec_low_look(words, index, MATVEC_LOOKS) == 0) == 0;
+        const uint32_t next = matvec_low_index(a, product, rank0);
+        there = wave_ballot(matvec_low_look(words, next, MATVEC_LOOKS) == 0) == 0;
     }
     return there;
 }
-// Makes B t of the lanes' rows. Word and the copies of B are of the first 16 ranks. The loops are
-// not unrolled: a launch executes this once in a block, and fetching the instructions seems to take
-// longer than what they compute.
-DEV void matvec_low_add(const rocq_k_matvec_args &a, const matvec_at &at, int m,
-                        const uint32_t *words, uint32_t word) {
-    const rocq_k_lora *const lora = a.lora[at.product];
-    const int rank = max(lora[0].rank, lora[1].rank), lane = lane_index();
-    copies_wait<0>();
+// Makes B t of a lane's row, for each adapter. b and word are of the first 16 ranks.
+DEV void matvec_low_add(const rocq_k_matvec_args &a, int product, int row, const uint32_t *words,
+                        matvec_low_b b, uint32_t word, const int32_t (&ranks)[2],
+                        const float (&scales)[2], float (&sums)[2]) {
+    const rocq_k_lora *const lora = a.lora[product];
+    const int rank = max(ranks[0], ranks[1]);
+    sums[0] = sums[1] = 0.0f;
 #pragma unroll 1
     for (int rank0 = 0; rank0 < rank; rank0 += 16) {
         if (rank0 > 0) {
-            matvec_low_copy(a, at, m, rank0);
-            word = matvec_low_look(words, matvec_low_index(a, at.product, rank0), 1);
-            copies_wait<0>();
+            b = matvec_low_load(lora, row, rank0);
+            word = matvec_low_look(words, matvec_low_index(a, product, rank0), 1);
         }
-        lput((uint32_t *)at.low->t + lane, ~word);
-        wave_sync();
-#pragma unroll 1
+#pragma unroll
         for (int i = 0; i < 2; i++) {
-            float sum = rank0 > 0 ? lget(&at.low->sums[i][lane]) : 0.0f;
-#pragma unroll 1
-            for (int h = 0; h < 2 && rank0 + 8 * h < lora[i].rank; h++) {
-                const u32x4 b = lget(&at.low->b[i][h][lane]);
-                const u32x4 *const t = (const u32x4 *)at.low->t[i] + 2 * h;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if (rank0 + 8 * h >= ranks[i]) continue;
 #pragma unroll
                 for (int q = 0; q < 2; q++) {
-                    float u[4], v[4];
-                    decode_vector<ROCQ_F16>(b, q, u);
-                    decode_vector<ROCQ_F32>(lget(t + q), 0, v);
+                    float u[4];
+                    decode_vector<ROCQ_F16>(b.v[i][h], q, u);
 #pragma unroll
-                    for (int e = 0; e < 4; e++) sum = fmaf(u[e], v[e], sum);
+                    for (int e = 0; e < 4; e++) {
+                        const uint32_t t = ~wave_read(word, 16 * i + 8 * h + 4 * q + e);
+                        sums[i] = fmaf(u[e], bits<float>(t), sums[i]);
+                    }
                 }
             }
-            lput(&at.low->sums[i][lane], rank0 + 16 < rank ? sum : lora[i].scale * sum);
         }
-        wave_sync(); // t and b have been read
     }
-}
-
-// What a block with LOW loads when it begins, so that these trips to memory are over when its sums
-// are there: the word of the turn; of product 0 the gate; of the others B, in LDS, or where copies
-// are not asynchronous a word of each row, which brings it into the caches. In blocks of product 0
-// all waves need the turn, in the others the wave that adds B t. Each lane loads a word, of which
-// the first is the turn's: one that all lanes load would go to a uniform register, and nvcc's code
-// would wait for it before it loads any weights.
-enum { MATVEC_LOW_WAVE = ROCQ_K_MATVEC_WAVES - 1 };
-struct matvec_low_early {
-    uint32_t turn, touched[2];
-    float gate; // of product 0
-};
-DEV void matvec_low_begin(const rocq_k_matvec_args &a, const matvec_at &at, int m,
-                          matvec_low_early &early) {
-    if (at.product != 0 && at.wave != MATVEC_LOW_WAVE) return;
-    early = {atomic_look(a.low.words + lane_index()), {0, 0}, 1.0f};
-    if (at.product == 0) {
-        const float *const gate = (const float *)a.product[0].gate;
-        if (gate && at.wave == 0) {
-            early.gate = gload(gate + min(at.first_row + lane_index(), m - 1));
-        }
-        return;
-    }
-    lput(&at.low->word[lane_index()], matvec_low_index(a, at.product, 0));
-    if constexpr (COPIES_ASYNC) {
-        matvec_low_copy(a, at, m, 0);
-        return;
-    }
-    const int rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> at.k_shift;
-    const int row = min(at.first_row + (lane_index() & (rows - 1)), m - 1);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const rocq_k_lora &lora = a.lora[at.product][i];
-        if (lora.rank == 0) continue;
-        early.touched[i] = gload((const uint32_t *)((const char *)lora.b + row * lora.b_stride));
-    }
-}
-DEV void matvec_low_touched(matvec_low_early &e) { // they need no registers behind this
-    computed(e.touched[0]);
-    computed(e.touched[1]);
+    sums[0] *= scales[0];
+    sums[1] *= scales[1];
 }
 
 // Makes the x of the kernels matvec_row_*. Block 0 also stores it if a.row.y is set. That pointer
-// is read only when the loads have been issued: they would wait for it otherwise. For the same
-// reason matvec_low_begin, whose loads are needed last, comes behind them.
-template <int F, int QUADS, bool LOW>
+// is read only when the loads have been issued: they would wait for it otherwise.
+template <int F, int QUADS>
 DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p,
-                    const matvec_at &at, int row, int k_wave, matvec_low_early &early) {
+                    const matvec_at &at, int row, int k_wave) {
     float v[QUADS][4], w[QUADS][4];
     uint32_t touched[ROCQ_K_MATVEC_ROWS];
     matvec_row_load(a.x, a.k, v);
     if (a.row.weight) matvec_row_load(a.row.weight, a.k, w);
     matvec_touch<F>(p, row, a.k / 32, k_wave, touched);
-    if constexpr (LOW) matvec_low_begin(a, at, p.m, early);
     matvec_row_stage(a, v, w, at.block == 0 && a.row.y, at.row_x, at.work);
 #pragma unroll
     for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) computed(touched[r]);
 }
 
-// The waves of a block meet, wherever in their code. A place of its own for each wave makes ptxas
-// keep what only one of them needs apart: with common ones a step takes 1.02 times as long (H100).
-DEV void matvec_low_meet() { block_sync_lds(); }
+// The barriers of matvec_row, for a wave that makes no part of x.
+DEV void matvec_row_meet(const rocq_k_matvec_args &a, float *work) {
+    if (a.row.norm) block_share(0.0f, work, 0.0f);
+    matvec_meet();
+}
 
-// The end of a block with LOW. In blocks of product 0 wave 0 stores t. In the others one wave waits
-// for t and makes B t, while wave 0 prepares all else that a block needs to store y; neither has to
-// carry out the instructions of the other, of which both have many.
-template <int N, bool ROW>
-DEV void matvec_low_finish(const rocq_k_matvec_args &a, const matvec_at &at, int m,
-                           matvec_low_early &early) {
-    const bool first_wave = at.wave == 0, low_wave = at.wave == MATVEC_LOW_WAVE;
+// What the last wave of a block with LOW does. In blocks of product 0 it stores t when the sums are
+// there; in the others it has B t by then, as t is nearly always there before a block's own sums.
+// The turn is the highest bit of the first word that it looks at. Each lane loads a word of its
+// own: one that all lanes load would go to a uniform register, and nvcc's code would wait for it
+// before it goes on.
+template <bool ROW>
+DEV void matvec_low_wave(const rocq_k_matvec_args &a, const matvec_at &at, int m) {
+    const uint32_t look = atomic_look(a.low.words + lane_index());
     if (at.product == 0) {
-        const uint32_t turn = wave_read(early.turn, 0) >> 31;
-        block_sync_lds();
-        if (first_wave) {
-            matvec_low_store(a, at.first_row, at.k_shift, matvec_low_words(a, turn), early.gate,
-                             at.sums);
-            const uint32_t share = at.block == 0 ? (1u << 31) - (a.low.n_blocks - 1) : 1;
-            if (thread_index() == 0) atomic_add(a.low.words, share);
-        } else {
-            matvec_low_clear(a, at.block, turn);
-        }
+        const float *const gates = (const float *)a.product[0].gate;
+        const float gate = gates ? gload(gates + min(at.first_row + lane_index(), m - 1)) : 1.0f;
+        if (ROW) matvec_row_meet(a, at.work);
+        const uint32_t turn = wave_read(look, 0) >> 31;
+        const uint32_t share = at.block == 0 ? (1u << 31) - (a.low.n_blocks - 1) : 1;
+        if (lane_index() == 0) atomic_add(a.low.words, share);
+        matvec_low_clear(a, at.block, turn);
+        matvec_meet();
+        matvec_low_store(a, at.first_row, at.k_shift, matvec_low_words(a, turn), gate, at.sums);
         return;
     }
-    if (low_wave) {
-        if (!ROW && !COPIES_ASYNC) matvec_low_touched(early);
-        uint32_t *const words = matvec_low_words(a, wave_read(early.turn, 0) >> 31);
-        uint32_t word = matvec_low_look(words, lget(&at.low->word[lane_index()]), 1);
-        if (!COPIES_ASYNC) matvec_low_copy(a, at, m, 0);
-        if (lane_index() == 0) atomic_add(a.low.words, 1);
-        matvec_low_meet();
-        while (!matvec_low_wait(a, at, words, word)) matvec_low_help<ROW>(a, at.row_x, words);
-        matvec_low_add(a, at, m, words, word);
-        matvec_low_meet();
-        return;
+    const int rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> at.k_shift;
+    const int row = min(at.first_row + (lane_index() & (rows - 1)), m - 1);
+    const uint32_t index = matvec_low_index(a, at.product, 0);
+    const matvec_low_b b = matvec_low_load(a.lora[at.product], row, 0);
+    matvec_tail tail = matvec_tail_of<true>(a, at.product, at.first_row);
+    matvec_tail_hold(tail);
+    int32_t ranks[2] = {a.lora[at.product][0].rank, a.lora[at.product][1].rank};
+    float scales[2] = {a.lora[at.product][0].scale, a.lora[at.product][1].scale};
+    held(ranks[0]), held(ranks[1]), held(scales[0]), held(scales[1]);
+    if (ROW) matvec_row_meet(a, at.work);
+    uint32_t *const words = matvec_low_words(a, wave_read(look, 0) >> 31);
+    uint32_t word = matvec_low_look(words, index, 1);
+    if (lane_index() == 0) atomic_add(a.low.words, 1);
+    const int rank = max(ranks[0], ranks[1]);
+    while (!matvec_low_wait(a, at.product, rank, words, index, word)) {
+        matvec_low_help<ROW>(a, at.row_x, words);
     }
-    matvec_tail tail;
-    matvec_pair both = {0.0f, 1.0f};
-    tail.live = false; // wave 0 has all that is live
-    if (first_wave) tail = matvec_tail_of<true>(a, at.product, at.first_row);
-    matvec_low_meet();
-    if (tail.live) both = matvec_pair_of<N>(tail, at.sums);
-    matvec_low_meet();
+    matvec_low_add(a, at.product, row, words, b, word, ranks, scales, tail.lora);
+    matvec_meet();
     if (!tail.live) return;
-    tail.lora[0] = lget(&at.low->sums[0][tail.r]);
-    tail.lora[1] = lget(&at.low->sums[1][tail.r]);
-    matvec_put<N>(a, tail, at.first_row, at.sums, matvec_y(tail, both));
+    const matvec_pair both = matvec_pair_of<1>(tail, at.sums);
+    float y;
+    if (tail.e.activation == ROCQ_ACT_IDENTITY) {
+        tail.e.activation = ROCQ_ACT_IDENTITY;
+        y = matvec_y(tail, both);
+    } else {
+        held(tail.e.activation);
+        y = matvec_y(tail, both);
+    }
+    matvec_put<1>(a, tail, at.first_row, at.sums, y);
 }
 
 // What a block does. F: the format of all products, MATVEC_MIXED or MATVEC_LOW where each has its
@@ -3594,7 +3599,6 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     LDS(float, sums, 2 * ROCQ_K_MATVEC_WAVES * ROWS * N);
     LDS(u32x4, row_x, ROW ? ROW_VECTORS : 1);
     LDS(float, work, ROW ? BLOCK_WORK : 1);
-    LDS(matvec_low_lds, low, 1);
     uint32_t block = a.common.block0, begin = 0;
     int product = 0;
 #if defined(__CUDACC__) // as a loop: then nvcc keeps the product in its uniform registers
@@ -3616,13 +3620,7 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
         begin = block < a.block_begin[i] ? begin : a.block_begin[i];
         product = block < a.block_begin[i] ? product : i;
     }
-    if constexpr (LOW && !ROW) { // as below; and what matvec_low_begin reads, in the same wait
-        const rocq_k_matvec_product &own = a.product[product];
-        const rocq_k_lora &b = a.lora[product][0], &b2 = a.lora[product][1];
-        p = own.weights;
-        read_together(own.y_format, own.activation, p.w, p.w2, p.n_units, p.row0, p.m, p.format,
-                      a.low.words, b.rank, b.b, b.b_stride, b2.rank, b2.b, b2.b_stride);
-    } else if (product != 0) {
+    if (product != 0) {
         const rocq_k_matvec_product &own = a.product[product];
         p = own.weights;
         read_together(own.y_format, own.activation, p.w, p.w2, p.n_units, p.row0, p.m, p.format);
@@ -3632,26 +3630,33 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     const int wave = wave_read(wave_index(), 0); // known to be uniform: row addresses are scalar
     const int k_shift = matvec_k_shift<LOW>(a, product);
     const int k_step = LOW ? ROCQ_K_WAVE << k_shift : a.k_step;
-    const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> k_shift);
-    const int row = first_row + (wave >> k_shift) * ROWS, k_wave = wave & ((1 << k_shift) - 1);
+    const bool makes_t = LOW && product == 0;
+    const int wave_rows = makes_t ? 1 : ROWS;
+    const int first_row = (int)(block - begin) * (wave_rows * ROCQ_K_MATVEC_WAVES >> k_shift);
+    const int row = first_row + (wave >> k_shift) * wave_rows, k_wave = wave & ((1 << k_shift) - 1);
     float *out = sums + wave * ROWS * N;
-    const matvec_at at = {block, product, first_row, wave, k_shift, sums, work, row_x, low};
-    matvec_low_early early;
+    const matvec_at at = {block, product, first_row, wave, k_shift, sums, work, row_x};
+    if (LOW && wave == ROCQ_K_MATVEC_WAVES) {
+        matvec_low_wave<ROW>(a, at, p.m);
+        return;
+    }
     if constexpr (ROW) {
-#define ROCQ_QUADS(n) matvec_row<F, n, LOW>(a, p, at, row, k_wave, early)
+#define ROCQ_QUADS(n) matvec_row<F, n>(a, p, at, row, k_wave)
         if (a.k > 2048) ROCQ_QUADS(4);
         else if (a.k > 1024) ROCQ_QUADS(2);
         else ROCQ_QUADS(1);
 #undef ROCQ_QUADS
-        if (LOW && !COPIES_ASYNC && product != 0 && wave == MATVEC_LOW_WAVE) {
-            matvec_low_touched(early);
-        }
-    } else if constexpr (LOW) {
-        matvec_low_begin(a, at, p.m, early);
     }
-    if (row < p.m) matvec_share<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
+    if (row >= p.m) {
+    } else if (makes_t) {
+        const uint32_t first = (uint32_t)(k_wave * ROCQ_K_WAVE);
+        const float sum = matvec_low_sum<ROW>(a, row_x, row, first);
+        if (lane_index() == 0) lput(out, sum);
+    } else {
+        matvec_share<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
+    }
     if constexpr (LOW) {
-        matvec_low_finish<N, ROW>(a, at, p.m, early);
+        matvec_meet();
         return;
     }
     const matvec_tail tail = matvec_tail_of<false>(a, product, first_row);
@@ -3698,12 +3703,12 @@ ROCQ_K_INT8_FORMATS(ROCQ_X_ROW, )
 KERNEL_WAVES(matvec_row_mixed, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_MIXED, 1, true, true>(a);
 }
-// With 8 waves both kernels spill. A step of a 1.1B with adapters of rank 16 takes 1.11 times as
-// long as one without, with 8 waves in matvec_row_low 1.125 times (H100, without A's gate).
-KERNEL_WAVES(matvec_int8_low_n1, rocq_k_matvec_args, 256, 6) {
+// Registers for 7 waves a SIMD: three blocks of nine waves on a multiprocessor, as many as blocks
+// of eight waves with registers for 6.
+KERNEL_WAVES(matvec_int8_low_n1, rocq_k_matvec_args, ROCQ_K_MATVEC_LOW_THREADS, 7) {
     matvec_block<MATVEC_LOW, 1, true, false, true>(a);
 }
-KERNEL_WAVES(matvec_row_low, rocq_k_matvec_args, 256, 6) {
+KERNEL_WAVES(matvec_row_low, rocq_k_matvec_args, ROCQ_K_MATVEC_LOW_THREADS, 7) {
     matvec_block<MATVEC_LOW, 1, true, true, true>(a);
 }
 #undef ROCQ_X_ROW

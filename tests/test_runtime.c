@@ -753,8 +753,7 @@ static void waves_are_limited_by_lds(void **state) {
             const int32_t granted = (int32_t)rocq__lds_of(ctx->gpu, kernel, 256);
             const rocq_occupancy_params p = {.target = 0x1100, .vgprs = 64, .threads = 256,
                                              .lds_bytes = own + granted};
-            assert_true(own <= (row ? ROCQ_K_MATVEC_ROW_LDS : ROCQ_K_MATVEC_LDS) +
-                                   (low ? ROCQ_K_MATVEC_LOW_LDS : 0));
+            assert_true(own <= (row ? ROCQ_K_MATVEC_ROW_LDS : ROCQ_K_MATVEC_LDS));
             rocq_occupancy o;
             assert_int_equal(rocq_get_occupancy(&p, &o), ROCQ_OK);
             if (o.waves != waves) fail_msg("%d waves, own LDS %d: %g", waves, own, o.waves);
