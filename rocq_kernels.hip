@@ -8193,7 +8193,7 @@ template <typename T> DEV void copy_16(char *to, const char *from, int64_t k, in
     }
 }
 
-// y = activation(a), activation(a) b, a + b, a b, a scale + bias or a, depending on op. A cast to
+// y = activation(a), activation(a) b, a + b, a b, activation(a) scale + bias or a, by op. A cast to
 // a's own format and layout copies bytes, of blocks and I32 too. A cast into or out of
 // ROCQ_LAYOUT_HADAMARD multiplies rows by H; out of it, a is the cache's rows decoded to floats.
 //
@@ -8267,7 +8267,7 @@ KERNEL(map, rocq_k_map_args, 256) {
         if (a.b.ne[0] == 1) b[0] = b[1] = b[2] = b[3] = get_float(a.b.format, b_row, 0);
         else get4(a.b.format, b_row, is_wide(a.b), k, count, b);
     }
-    if (a.op == ROCQ_OP_ACTIVATE || a.op == ROCQ_OP_GLU) activate4(a.activation, v);
+    activate4(a.activation, v); // none but for activate, glu and scale
 #pragma unroll
     for (int e = 0; e < 4; e++) {
         switch (a.op) {
@@ -10932,29 +10932,41 @@ KERNEL(resize, rocq_k_resize_args, 256) {
 }
 
 // -- pixels --
-// y = 255 s(x scale + bias) as bytes, as in rocq_pixels_params. A thread takes a position.
-// Geometry: 256 threads; fewer than 2^32 positions.
+// y = 255 s(x scale + bias) as bytes, and for each row of x whether all values are finite, as in
+// rocq_pixels_params. A block takes a row, a thread every 256th position of it.
+// Geometry: 256 threads, blockIdx.x counts rows of all pictures; fewer than 2^32 positions.
 DEV float pixels_srgb(float x) { // IEC 61966-2-1
     return x <= 0.0031308f ? 12.92f * x
                            : fmaf(1.055f, exp2_fast(log2_fast(x) * (1.0f / 2.4f)), -0.055f);
 }
 
 KERNEL(pixels, rocq_k_pixels_args, 256) {
+    LDS(float, work, BLOCK_WORK);
     if (a.y.ne[0] == 0) return;
-    const uint32_t r = (a.common.block0 + block_index()) * 256 + thread_index();
-    if (r >= rows_of(a.y)) return;
-    const place p = place_of(a.y, r);
-    uint8_t *const y = (uint8_t *)row_of(a.y, p.i1, p.i2, p.i3);
-    const char *const x = row_of(a.x, p.i1, p.i2, p.i3);
-    for (int32_t c = 0; c < a.y.ne[0]; c++) {
-        float v = 1.0f;
-        if (c < 3 || a.x.ne[0] == 4) {
-            v = get_float(a.x.format, x, a.x.ne[0] == 1 ? 0 : c) * a.scale + a.bias;
-            v = !(v > 0.0f) ? 0.0f : v > 1.0f ? 1.0f : v;
-            if (a.srgb && c < 3) v = pixels_srgb(v);
+    const uint32_t r = a.common.block0 + block_index();
+    const int32_t i3 = (int32_t)(r / (uint32_t)a.y.ne[2]), i2 = (int32_t)r - i3 * a.y.ne[2];
+    const int32_t n = a.y.ne[0] > a.x.ne[0] ? a.y.ne[0] : a.x.ne[0];
+    float bad = 0.0f;
+    for (int32_t i1 = (int32_t)thread_index(); i1 < a.y.ne[1]; i1 += 256) {
+        uint8_t *const y = (uint8_t *)row_of(a.y, i1, i2, i3);
+        const char *const x = row_of(a.x, i1, i2, i3);
+        float value = 0.0f; // of x; grey is that of all channels
+        for (int32_t c = 0; c < n; c++) {
+            if (c < a.x.ne[0]) value = get_float(a.x.format, x, c);
+            if (!(value - value == 0.0f)) bad = 1.0f;
+            if (c >= a.y.ne[0]) continue;
+            float v = 1.0f;
+            if (c < 3 || a.x.ne[0] == 4) {
+                v = value * a.scale + a.bias;
+                v = !(v > 0.0f) ? 0.0f : v > 1.0f ? 1.0f : v;
+                if (a.srgb && c < 3) v = pixels_srgb(v);
+            }
+            gstore(y + c, (uint8_t)rintf(255.0f * v));
         }
-        gstore(y + c, (uint8_t)rintf(255.0f * v));
     }
+    if (!a.finite.data) return;
+    bad = block_sum(bad, work);
+    if (thread_index() == 0) gstore((uint8_t *)row_of(a.finite, i3, 0, 0) + i2, bad == 0.0f);
 }
 
 // ---------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@
 //                              weights in F16; on the CPU they compute in F32. WHAT, pixels: 256,
 //                              512, 1024; 256x4: four pictures at once; 512/f16; 1024/budget: with
 //                              three quarters of the memory that it takes whole; 256/video: 17
-//                              frames; 512x8: two batches of four
+//                              frames; 512x8: two batches of four; 512/pinned: the bytes go to
+//                              pinned memory
 //   .../torch, .../compiled    the same by PyTorch, channels last, cuDNN's search on, eager and by
 //                              torch.compile (GPU). Ours are verified against its values
 //   .../peak, .../planned      MB at once: rocq_stats.peak_bytes of a context of its own, and what
@@ -42,6 +43,7 @@ typedef struct decoding {
     const char *mode;
     float *latents, *values, *want;
     uint8_t *pixels;
+    rocq_pool *pinned;              // that pixels lie in, or NULL
     int64_t n_latents, n_values; // of one picture or video
 } decoding;
 
@@ -56,6 +58,12 @@ static rocq_result decode(void *user) {
         result = vae_decode(&d->m, &job);
     }
     return result;
+}
+
+// A decode has waited for its pixels, and PyTorch's process for its own.
+static rocq_result waited(void *user) {
+    (void)user;
+    return ROCQ_OK;
 }
 
 // Its values, computed in F32, are [n, 3, T, H, W]; ours are [3, W, H, T, n], innermost first.
@@ -124,7 +132,16 @@ static rocq_result open_decoding(decoding *d, const bench *b, const char *weight
     d->latents = (float *)bench_alloc(c->n * d->n_latents * (int64_t)sizeof(float));
     d->values = (float *)bench_alloc(c->n * d->n_values * (int64_t)sizeof(float));
     d->want = (float *)bench_alloc(c->n * d->n_values * (int64_t)sizeof(float));
-    d->pixels = (uint8_t *)bench_alloc(c->n * d->n_values);
+    if (strstr(c->what, "pinned")) {
+        const rocq_pool_desc pinned = {.memory = ROCQ_MEMORY_PINNED};
+        rocq_buffer buffer;
+        result = rocq_pool_create(d->ctx, &d->pinned, &pinned);
+        if (result == ROCQ_OK) result = rocq_pool_alloc(d->pinned, &buffer, c->n * d->n_values);
+        if (result != ROCQ_OK) return result;
+        d->pixels = (uint8_t *)buffer.host;
+    } else {
+        d->pixels = (uint8_t *)bench_alloc(c->n * d->n_values);
+    }
     d->job.latents = d->latents;
     d->job.pixels = d->pixels;
     return ROCQ_OK;
@@ -179,7 +196,7 @@ static void measure_picture(bench *b, torch_peer *peer, const picture_case *c) {
         vae_plan plan;
         vae_plan_decode(&d.m, &d.job, &plan);
         bench_case cases[3] = {{.name = name, .run = decode, .user = &d, .single = true,
-                                .verify = beside ? like_torch : NULL,
+                                .sync = waited, .verify = beside ? like_torch : NULL,
                                 .unit = b->gpu ? BENCH_F16 : BENCH_F32}};
         cases[0].flops = plan.whole_flops * (c->n / c->batch);
         for (int i = 1; i < 3; i++) {
@@ -199,11 +216,12 @@ static void measure_picture(bench *b, torch_peer *peer, const picture_case *c) {
         bench_fail(b, name, d.m.error[0] ? d.m.error : rocq_error(d.ctx));
     }
     vae_close(&d.m);
+    if (!d.pinned) free(d.pixels);
+    rocq_pool_destroy(&d.pinned);
     rocq_close(&d.ctx);
     free(d.latents);
     free(d.values);
     free(d.want);
-    free(d.pixels);
 }
 
 // -- single convolutions --
@@ -341,6 +359,7 @@ int main(int argc, char **argv) {
         {"sdxl", "512x8", 512, 0, 8, 4, false, false, NULL, 0, false},
         {"wan", "256/video", 256, 5, 1, 1, false, false, NULL, 0, false},
         {"taesd", "512", 512, 0, 1, 1, false, false, NULL, 0, false},
+        {"taesd", "512/pinned", 512, 0, 1, 1, false, false, NULL, 0, false},
         {"taesd", "1024", 1024, 0, 1, 1, false, false, NULL, 0, false}};
     static const picture_case cpu[] = {
         {"taesd", "256", 256, 0, 1, 1, false, false, NULL, 0, false},

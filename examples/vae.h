@@ -83,7 +83,8 @@ typedef struct vae_request {
                              // mixed with the next
     int64_t memory_budget;   // bytes, of all that the context has; 0 = rocq_desc's
     const float *latents;    // vae_decode: [width, height, frames, z, n], innermost first; finite
-    uint8_t *pixels;         // RGB [3, W, H, frames out, n], W = 8 width; or NULL
+    uint8_t *pixels;         // RGB [3, W, H, frames out, n], W = 8 width; or NULL. With a GPU they
+                             // come sooner in pinned memory, see rocq_download
     float *values;           // the same before they are cut to 0 to 1 and rounded; or NULL
     const uint8_t *from_pixels; // vae_encode: RGB [3, width, height, n], or
     const float *from_values;   // 0 to 1
@@ -242,7 +243,7 @@ typedef struct vae_model {
     int64_t rate[VAE__MAX_MODULES + 1]; // frames of a latent frame, but for the first
     int32_t n_segments;
     vae__segment_of segments[VAE__MAX_MODULES];
-    rocq_tensor input;          // [c_in, W, H, N] of the batch or video, F32
+    rocq_tensor input;          // [c_in, W, H, N] of the batch or video, F32; see vae__tanh
     rocq_tensor blended;        // [3, W, H, N] of the same
     rocq_tensor ramp[3];        // weights of columns, rows and frames of a tile
     bool blending, first_chunk, finite;
@@ -417,6 +418,29 @@ static rocq_result vae__begin_batch(vae_model *m, int64_t first, int64_t n, int6
     return vae__upload(m, &m->ahead, 0, n * each);
 }
 
+// m->input becomes 3 tanh of itself, which has been uploaded divided by 3. A GPU gets it in F16, in
+// which it multiplies, and if need be with four channels of zeros behind, as its weights have them
+// too: where a position is whole vectors of 16 bytes, the convolution takes 6 us instead of 19
+// (H100).
+static rocq_result vae__tanh(vae_model *m) {
+    const rocq_tensor from = m->input;
+    const int64_t z = m->z, more = m->decoder.convs[0].c - z;
+    if (m->gpu) {
+        VAE__TRY(vae__take(m, 0, ROCQ_F16, z + more, from.ne[1], from.ne[2], from.ne[3],
+                           &m->input));
+    }
+    const rocq_tensor to = rocq_tensor_slice(&m->input, 0, 0, z);
+    const rocq_scale_params tanh_of = {.y = &to, .x = &from, .scale = 3,
+                                       .activation = ROCQ_ACT_TANH};
+    VAE__RUN(m, scale, &tanh_of);
+    if (more == 0) return ROCQ_OK;
+    const rocq_tensor rest = rocq_tensor_slice(&m->input, 0, z, more);
+    const rocq_tensor any = rocq_tensor_slice(&from, 0, 0, more); // finite
+    const rocq_scale_params zeros = {.y = &rest, .x = &any, .scale = 0};
+    VAE__RUN(m, scale, &zeros);
+    return ROCQ_OK;
+}
+
 // The request by m->plan; planning, the first batch for all.
 static rocq_result vae__batches(vae_model *m) {
     const vae_request *job = m->job;
@@ -446,13 +470,7 @@ static rocq_result vae__batches(vae_model *m) {
             const rocq_cast_params copy = {.y = &m->input, .x = &from};
             VAE__RUN(m, cast, &copy);
         }
-        if (m->tanh_latents && m->net == &m->decoder) { // 3 tanh(latent / 3), uploaded divided
-            const rocq_activate_params tanh_of = {.y = &m->input, .x = &m->input,
-                                                  .activation = ROCQ_ACT_TANH};
-            const rocq_scale_params scale = {.y = &m->input, .x = &m->input, .scale = 3};
-            VAE__RUN(m, activate, &tanh_of);
-            VAE__RUN(m, scale, &scale);
-        }
+        if (m->tanh_latents && m->net == &m->decoder) VAE__TRY(vae__tanh(m));
         if (blend) VAE__TRY(vae__blend(m, n * vae_frames(m, each)));
         else VAE__TRY(vae__run(m, &m->input));
     }

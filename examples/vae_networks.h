@@ -736,9 +736,11 @@ static rocq_result vae__build(vae_model *m, vae__file *f, bool taesd) {
         if (taesd) VAE__TRY(vae__taesd(m, &b, i == 0 ? "decoder" : "encoder", i == 0));
         else VAE__TRY(i == 0 ? vae__kl_decoder(m, &b) : vae__kl_encoder(m, &b));
         const vae_module *last = &b.net->modules[b.net->n_modules - 1];
-        b.net->c_in = b.net->convs[0].c;
+        vae_conv *first = &b.net->convs[0];
+        b.net->c_in = first->c;
+        if (i == 0) m->z = first->c;
+        if (i == 0 && taesd && m->gpu && m->z % 8 == 4) first->c += 4; // see vae__tanh
         b.net->c_out = b.net->convs[last->first + last->n - 1].m;
-        if (i == 0) m->z = b.net->c_in;
     }
     return ROCQ_OK;
 }
@@ -835,7 +837,8 @@ static rocq_result vae__fill_vector(vae_model *m, const vae_conv *conv, int whic
     return result;
 }
 
-// The weight itself, from the file's order to that of rocq_conv.
+// The weight itself, from the file's order to that of rocq_conv, and zeros for channels that the
+// file does not have.
 static rocq_result vae__fill_weight(vae_model *m, const vae_conv *conv) {
     const vae__entry *e = conv->entry;
     const bool block = rocq_get_format_info(e->format)->block_elems > 1;
@@ -843,6 +846,8 @@ static rocq_result vae__fill_weight(vae_model *m, const vae_conv *conv) {
     float *values = NULL;
     const int64_t n = (int64_t)conv->c * conv->k * conv->k * conv->kt * conv->m;
     const int64_t part = e->size / (conv->n_parts > 0 ? conv->n_parts : 1);
+    const int32_t c = conv == m->decoder.convs ? m->z : conv->c; // channels in the file
+    const int64_t row = n / conv->m, own = row / conv->c * c;
     const bool in_order = e->n_dims == 2; // rows of matrices have their channels innermost already
     VAE__TRY(vae__allocate(m, &raw, (size_t)e->size));
     const unsigned char *src = raw + (conv->n_parts > 0 ? conv->part * part : 0);
@@ -851,17 +856,23 @@ static rocq_result vae__fill_weight(vae_model *m, const vae_conv *conv) {
                                      .src_size = part, .kw = in_order ? 1 : conv->k,
                                      .kh = in_order ? 1 : conv->k, .kt = in_order ? 1 : conv->kt,
                                      .folded = conv->folded};
-    if (result == ROCQ_OK && (conv->gain != 1 || (block && conv->format != e->format))) {
+    if (result == ROCQ_OK &&
+        (conv->gain != 1 || own < row || (block && conv->format != e->format))) {
         result = vae__allocate(m, &values, (size_t)n * sizeof *values);
-        if (result == ROCQ_OK) result = rocq_dequantize(e->format, values, src, n);
-        for (int64_t i = 0; i < n && result == ROCQ_OK; i++) values[i] *= conv->gain;
+        if (result == ROCQ_OK) result = rocq_dequantize(e->format, values, src, own * conv->m);
+        for (int64_t i = 0; i < own * conv->m && result == ROCQ_OK; i++) values[i] *= conv->gain;
+        for (int64_t i = conv->m - 1; i >= 0 && own < row && result == ROCQ_OK; i--) {
+            memmove(values + i * row, values + i * own, (size_t)own * sizeof *values);
+            memset(values + i * row + own, 0, (size_t)(row - own) * sizeof *values);
+        }
         fill.src = values;
         fill.src_format = ROCQ_F32;
         fill.src_size = n * (int64_t)sizeof *values;
     }
     if (result == ROCQ_OK) {
-        result = block && conv->format == e->format ? rocq_upload(m->ctx, &conv->w, src, part)
-                                                    : rocq_conv_weights(m->ctx, &fill);
+        result = block && fill.src != values && conv->format == e->format
+                     ? rocq_upload(m->ctx, &conv->w, src, part)
+                     : rocq_conv_weights(m->ctx, &fill);
     }
     vae__free(m, values, (size_t)n * sizeof *values);
     vae__free(m, raw, (size_t)e->size);

@@ -22,8 +22,8 @@
 // Memory of a request, and running ops
 // ---------------------------------------------------------------------------------------------
 
-// Runs an op, or plans it: see vae__measure_plan. Where a request's ops are recorded already, does
-// nothing: vae__flush launches them.
+// Runs an op, or plans it: see vae__measure_plan. Where a request's ops are recorded already, only
+// vae__before_op does something.
 #define VAE__RUN(m, op, params)                                                                  \
     do {                                                                                         \
         VAE__TRY(vae__before_op(m));                                                             \
@@ -33,15 +33,18 @@
 
 // A request that comes again has the same ops between two copies from or to the host. So the first
 // time they are recorded, a graph from one copy to the next, and later the graphs are launched in
-// the order in which the same code comes to those copies. What streams weights copies all the time,
-// and is not recorded.
+// the order in which the same code comes to those copies: each with the first of its ops, so that
+// the GPU computes while the host goes through the others. What streams weights copies all the
+// time, and is not recorded.
 //
 // An op's scratch memory is what lies free between the two ends of the stack.
 static rocq_result vae__before_op(vae_model *m) {
     const vae__stack *s = &m->stack;
     m->op_scratch = 0;
     if (m->planning) return ROCQ_OK;
-    if (m->mode != VAE__RUN_NOW && !m->pending && m->mode == VAE__RECORD) {
+    if (m->mode == VAE__REPLAY && !m->pending) {
+        VAE__TRY(rocq_graph_launch(m->ctx, m->graphs[m->graph_at++]));
+    } else if (m->mode == VAE__RECORD && !m->pending) {
         m->live_bytes = vae__stats(m).live_bytes;
         VAE__TRY(rocq_graph_begin(m->ctx));
     }
@@ -76,8 +79,7 @@ static rocq_result vae__flush(vae_model *m) {
     rocq_graph *graph = NULL;
     const bool pending = m->pending && !m->planning;
     m->pending = false;
-    if (!pending || m->mode == VAE__RUN_NOW) return ROCQ_OK;
-    if (m->mode == VAE__REPLAY) return rocq_graph_launch(m->ctx, m->graphs[m->graph_at++]);
+    if (!pending || m->mode != VAE__RECORD) return ROCQ_OK;
     VAE__TRY(rocq_graph_end(m->ctx, &graph));
     if (m->n_graphs == m->graphs_capacity) {
         rocq_graph **larger = NULL;
@@ -918,7 +920,7 @@ static rocq_result vae__gather(vae_model *m, int32_t a, int32_t i, int32_t j, in
     return ROCQ_OK;
 }
 
-static rocq_result vae__emit(vae_model *m, vae__value *v, const vae__span *o);
+static rocq_result vae__emit(vae_model *m, const vae__value *v, const vae__span *o);
 
 // Frames of what module i reads, of so many latent frames from the first on.
 static int64_t vae__frames_at(const vae_model *m, int32_t i, int64_t latent_frames) {
@@ -1103,43 +1105,54 @@ static bool vae__spread(float *to, int64_t c, const float *from, int64_t n, floa
     return most < 0x7f800000;
 }
 
-// Uploads pictures or frames `first` to first + n - 1 as the network reads them: channels
-// innermost, and for a decoder as z = latent / scale + shift (TAESD's: latent / 3, whose tanh the
-// device takes), for an encoder from -1 to 1.
-static rocq_result vae__upload(vae_model *m, const rocq_tensor *t, int64_t first, int64_t n) {
+// Positions at to at + n - 1 of picture or frame p as the network reads them: channels innermost,
+// and for a decoder as z = latent / scale + shift (TAESD's: latent / 3, whose tanh the device
+// takes), for an encoder from -1 to 1. Returns whether all numbers are finite.
+static bool vae__gather_input(const vae_model *m, float *to, int64_t p, int64_t at, int64_t n) {
     const vae_request *job = m->job;
-    const int64_t w = job->width, h = job->height, c = m->net->c_in;
-    const int64_t frames = m->video ? job->frames : 1;
-    vae__bytes b = {NULL, (size_t)(c * w * h * n) * sizeof(float)};
+    const int64_t area = (int64_t)job->width * job->height, c = m->net->c_in;
+    const int64_t frames = m->video ? job->frames : 1, frame = p % frames, item = p / frames;
     bool finite = true;
-    VAE__TRY(vae__flush(m));
-    VAE__TRY(vae__allocate(m, &b.data, b.size));
-    float *to = (float *)b.data;
-    for (int64_t p = 0; p < n; p++) {
-        for (int64_t k = 0; k < c; k++) {
-            float *plane = to + k + c * w * h * p;
-            if (m->net == &m->decoder) {
-                const int64_t frame = (first + p) % frames, item = (first + p) / frames;
-                finite &= vae__spread(plane, c,
-                                      job->latents + w * h * (frame + frames * (k + c * item)),
-                                      w * h, m->tanh_latents ? 1.0f / 3 : m->z_std[k],
-                                      m->tanh_latents ? 0 : m->z_mean[k]);
-                continue;
-            }
-            for (int64_t i = 0; i < w * h; i++) {
-                const int64_t from = k + c * (i + w * h * (first + p));
-                const float v = job->from_pixels ? (float)job->from_pixels[from] / 255
-                                                 : job->from_values[from];
-                finite &= v - v == 0;
-                plane[c * i] = (v - m->pixel_bias) / m->pixel_scale;
-            }
-        }
+    for (int32_t k = 0; k < m->z && m->net == &m->decoder; k++) {
+        const float *plane = job->latents + area * (frame + frames * (k + (int64_t)m->z * item));
+        finite &= vae__spread(to + k, c, plane + at, n, m->tanh_latents ? 1.0f / 3 : m->z_std[k],
+                              m->tanh_latents ? 0 : m->z_mean[k]);
     }
-    const rocq_result result =
-        finite ? rocq_upload(m->ctx, t, to, (int64_t)b.size)
-               : vae__fail(m, ROCQ_E_ARGUMENT, "the %s are not all finite numbers",
-                           m->net == &m->decoder ? "latents" : "pictures");
-    vae__free(m, b.data, b.size);
+    for (int64_t i = 0; i < n * c && m->net == &m->encoder; i++) {
+        const int64_t from = i + c * (at + area * p);
+        const float v = job->from_pixels ? (float)job->from_pixels[from] / 255
+                                         : job->from_values[from];
+        finite &= v - v == 0;
+        to[i] = (v - m->pixel_bias) / m->pixel_scale;
+    }
+    return finite;
+}
+
+// Uploads pictures or frames `first` to first + n - 1, 64 KiB at a time: an allocator may take 128
+// KiB or more from the system each time, page by page.
+static rocq_result vae__upload(vae_model *m, const rocq_tensor *t, int64_t first, int64_t n) {
+    const int64_t area = (int64_t)m->job->width * m->job->height, c = t->ne[0], all = n * area;
+    const int64_t flat[2] = {c, all}, most = 1 + 16383 / c; // positions
+    const size_t size = (size_t)(most * c) * sizeof(float);
+    rocq_result result = ROCQ_OK;
+    rocq_tensor positions;
+    float *rows;
+    VAE__TRY(vae__flush(m));
+    VAE__TRY(rocq_tensor_reshape(&positions, t, 2, flat));
+    VAE__TRY(vae__allocate(m, &rows, size));
+    for (int64_t at = 0, count; at < all && result == ROCQ_OK; at += count) {
+        bool finite = true;
+        count = at + most < all ? most : all - at;
+        for (int64_t i = at, own; i < at + count; i += own) { // of one picture
+            own = area - i % area < at + count - i ? area - i % area : at + count - i;
+            finite &= vae__gather_input(m, rows + (i - at) * c, first + i / area, i % area, own);
+        }
+        const rocq_tensor to = rocq_tensor_slice(&positions, 1, at, count);
+        result = finite ? rocq_upload(m->ctx, &to, rows, rocq_tensor_size(&to))
+                        : vae__fail(m, ROCQ_E_ARGUMENT, "the %s are not all finite numbers",
+                                    m->net == &m->decoder ? "latents" : "pictures");
+    }
+    vae__free(m, rows, size);
     return result;
 }
 
@@ -1152,10 +1165,21 @@ static rocq_result vae__upload_ahead(vae_model *m) {
     return n > 0 ? vae__upload(m, &to, first, n) : ROCQ_OK;
 }
 
+// Whether a value may have left F16 without that the statistics of a GroupNorm tell: then what is
+// delivered is looked at.
+static bool vae__looks(const vae_model *m) {
+    bool looks = m->stream == ROCQ_F16;
+    for (int32_t i = 0; i < m->net->n_convs; i++) {
+        looks &= m->net->convs[i].norm != VAE__GROUP_NORM;
+    }
+    return looks;
+}
+
 // The mean of an encoder's output: half of its channels.
 static void vae__store_latents(vae_model *m, const float *from, const vae__span *o, int64_t first,
                                int64_t n) {
     const int64_t w = m->size[m->net->n_modules][0], h = m->size[m->net->n_modules][1], z = m->z;
+    const bool looks = vae__looks(m);
     for (int64_t p = 0; p < n; p++) {
         for (int64_t y = 0; y < o->n[1]; y++) {
             for (int64_t x = 0; x < o->n[0]; x++, from += m->net->c_out) {
@@ -1163,6 +1187,7 @@ static void vae__store_latents(vae_model *m, const float *from, const vae__span 
                     m->job->to_latents[o->at[0] + x +
                                        w * (o->at[1] + y + h * (k + z * (first + p)))] =
                         (from[k] - m->z_mean[k]) / m->z_std[k];
+                    if (looks) m->finite &= from[k] - from[k] == 0;
                 }
             }
         }
@@ -1183,22 +1208,33 @@ static void vae__store_rows(const vae_model *m, void *to, const void *from, int6
 }
 
 // Downloads t, positions o of n pictures or frames from number first of the request on, to `to`,
-// which has `size` bytes a position: 3 are pixels; floats are brought to the caller's scale. Whole
+// which has `size` bytes a position: 3 are pixels, of which `finite` tells by rows whether they
+// come from finite values, if it is not NULL; floats are brought to the caller's scale. Whole
 // pictures need no copy between.
-static rocq_result vae__fetch(vae_model *m, const rocq_tensor *t, void *to, int64_t size,
-                              const vae__span *o, int64_t first) {
+static rocq_result vae__fetch(vae_model *m, const rocq_tensor *t, const rocq_tensor *finite,
+                              void *to, int64_t size, const vae__span *o, int64_t first) {
     const int64_t w = (int64_t)m->job->width * m->scale, h = (int64_t)m->job->height * m->scale;
-    const int64_t count = rocq_tensor_count(t);
+    const int64_t count = rocq_tensor_count(t), n_rows = t->ne[2] * t->ne[3];
     const size_t bytes = (size_t)(count / 3 * size);
-    const bool whole = o->n[0] == w && o->n[1] == h;
+    const bool whole = o->n[0] == w && o->n[1] == h, looks = vae__looks(m);
     void *data = (unsigned char *)to + size * w * h * first;
+    unsigned char *rows;
     VAE__TRY(vae__flush(m));
     VAE__TRY(vae__upload_ahead(m));
-    if (!whole) VAE__TRY(vae__allocate(m, &data, bytes));
-    const rocq_result result = rocq_download(m->ctx, data, t, (int64_t)bytes);
+    VAE__TRY(vae__allocate(m, &rows, (size_t)n_rows));
+    rocq_result result = whole ? ROCQ_OK : vae__allocate(m, &data, bytes);
+    if (result == ROCQ_OK) {
+        const rocq_transfer both[2] = {{data, t, (int64_t)bytes}, {rows, finite, n_rows}};
+        result = rocq_download_all(m->ctx, both, finite ? 2 : 1);
+    }
+    for (int64_t i = 0; i < n_rows && finite; i++) m->finite &= rows[i] != 0;
+    vae__free(m, rows, (size_t)n_rows);
     if (result == ROCQ_OK && size > 3) {
         float *values = (float *)data;
-        for (int64_t i = 0; i < count; i++) values[i] = values[i] * m->pixel_scale + m->pixel_bias;
+        for (int64_t i = 0; i < count; i++) {
+            if (looks) m->finite &= values[i] - values[i] == 0;
+            values[i] = values[i] * m->pixel_scale + m->pixel_bias;
+        }
     }
     if (whole) return result;
     if (result == ROCQ_OK) vae__store_rows(m, to, data, size, o, first, t->ne[3]);
@@ -1226,20 +1262,21 @@ static rocq_result vae__download(vae_model *m, const rocq_tensor *t, const vae__
     if (m->net == &m->encoder) return m->planning ? ROCQ_OK : vae__fetch_latents(m, t, o, first);
     if (job->pixels || !job->values) {
         const int64_t level = m->stack.level[0];
-        rocq_tensor bytes;
+        rocq_tensor bytes, finite;
         VAE__TRY(vae__take(m, 0, ROCQ_I8, 3, t->ne[1], t->ne[2], t->ne[3], &bytes));
-        const rocq_pixels_params pixels = {.y = &bytes, .x = t, .scale = m->pixel_scale,
-                                           .bias = m->pixel_bias};
+        VAE__TRY(vae__take(m, 0, ROCQ_I8, t->ne[2], t->ne[3], 1, 1, &finite));
+        const rocq_tensor *look = vae__looks(m) ? &finite : NULL;
+        const rocq_pixels_params pixels = {.y = &bytes, .x = t, .finite = look,
+                                           .scale = m->pixel_scale, .bias = m->pixel_bias};
         VAE__RUN(m, pixels, &pixels);
         m->stack.level[0] = level;
-        if (!m->planning) VAE__TRY(vae__fetch(m, &bytes, job->pixels, 3, o, first));
+        if (!m->planning) VAE__TRY(vae__fetch(m, &bytes, look, job->pixels, 3, o, first));
     }
     if (m->planning || !job->values) return ROCQ_OK;
-    return vae__fetch(m, t, job->values, 3 * (int64_t)sizeof(float), o, first);
+    return vae__fetch(m, t, NULL, job->values, 3 * (int64_t)sizeof(float), o, first);
 }
 
-// Whether statistics are those of finite values. Positions have only 1 / sqrt(mean of the squares),
-// which is 0 for an infinity.
+// Whether statistics are those of finite values.
 static rocq_result vae__look(vae_model *m, const rocq_tensor *stats) {
     float *values;
     const int64_t n = rocq_tensor_count(stats), size = n * (int64_t)sizeof *values;
@@ -1247,56 +1284,27 @@ static rocq_result vae__look(vae_model *m, const rocq_tensor *stats) {
     VAE__TRY(vae__flush(m));
     VAE__TRY(vae__allocate(m, &values, (size_t)size));
     const rocq_result result = rocq_download(m->ctx, values, stats, size);
-    for (int64_t i = 0; i < n; i++) {
-        const float v = stats->ne[0] == 1 ? 1 / values[i] : values[i];
-        m->finite &= v - v == 0;
-    }
+    for (int64_t i = 0; i < n; i++) m->finite &= values[i] - values[i] == 0;
     vae__free(m, values, (size_t)size);
     return result;
 }
 
 // Positions o of the network's output, which end here: in the caller's memory, or, where tiles are
 // blended, multiplied by their weights in a sum.
-static rocq_result vae__deliver(vae_model *m, const rocq_tensor *t, const vae__span *o) {
-    if (!m->blending) return vae__download(m, t, o, m->first + m->at[2]);
+static rocq_result vae__emit(vae_model *m, const vae__value *v, const vae__span *o) {
+    const rocq_tensor t = vae__frames_of(v, o);
+    if (!m->blending) return vae__download(m, &t, o, m->first + m->at[2]);
     const int64_t start[4] = {0, m->at[0], m->at[1], m->at[2]};
     rocq_tensor sum;
     for (int d = 0; d < 3; d++) {
         if (m->ramp[d].n_dims == 0) continue;
-        const rocq_binary_params weigh = {.y = t, .a = t, .b = &m->ramp[d]};
+        const rocq_binary_params weigh = {.y = &t, .a = &t, .b = &m->ramp[d]};
         VAE__RUN(m, mul, &weigh);
     }
-    VAE__TRY(rocq_tensor_view(&sum, &m->blended, start, t->ne));
-    const rocq_binary_params add = {.y = &sum, .a = &sum, .b = t};
+    VAE__TRY(rocq_tensor_view(&sum, &m->blended, start, t.ne));
+    const rocq_binary_params add = {.y = &sum, .a = &sum, .b = &t};
     VAE__RUN(m, add, &add);
     return ROCQ_OK;
-}
-
-// The same, and, where a value may have left F16 and no statistics of a GroupNorm tell, a look at
-// those of the output.
-static rocq_result vae__emit(vae_model *m, vae__value *v, const vae__span *o) {
-    const rocq_tensor t = vae__frames_of(v, o);
-    const int64_t level = m->stack.level[0];
-    rocq_tensor stats, flat = t;
-    bool checked = m->stream != ROCQ_F16;
-    for (int32_t i = 0; i < m->net->n_convs; i++) {
-        checked |= m->net->convs[i].norm == VAE__GROUP_NORM;
-    }
-    if (checked) return vae__deliver(m, &t, o);
-    // By positions, of which each takes a wave: so many neighbours are taken for one.
-    const int64_t run = t.ne[0] * t.ne[1] * t.ne[2];
-    int64_t row = t.ne[0];
-    if (rocq_tensor_contiguous(&t)) {
-        while (row < 768 && run % (2 * row) == 0) row *= 2;
-        const int64_t ne[4] = {row, run / row, 1, t.ne[3]};
-        VAE__TRY(rocq_tensor_reshape(&flat, &t, 4, ne));
-    }
-    VAE__TRY(vae__take(m, 0, ROCQ_F32, 1, flat.ne[1], flat.ne[2], flat.ne[3], &stats));
-    const rocq_norm_stats_params norm = {.stats = &stats, .x = &flat};
-    VAE__RUN(m, norm_stats, &norm);
-    VAE__TRY(vae__deliver(m, &t, o));
-    m->stack.level[0] = level;
-    return vae__look(m, &stats);
 }
 
 #endif // VAE_TILES_H

@@ -1245,7 +1245,8 @@ static void test_maps(void **state) {
         const rocq_activate_params activate = {&y.t, &a.t, act};
         const rocq_glu_params glu = {&y.t, &a.t, &b.t, act}, glu8 = {&y8.t, &a.t, &b.t, act};
         const rocq_binary_params binary = {&y.t, &a.t, i % 2 ? &b.t : &row.t};
-        const rocq_scale_params scale = {&y.t, &a.t, 0.37f, i % 2 ? 1.5f : 0.0f};
+        const rocq_scale_params scale = {&y.t, &a.t, 0.37f, i % 2 ? 1.5f : 0.0f,
+                                         i / 2 % 2 ? ROCQ_ACT_TANH : ROCQ_ACT_IDENTITY};
         switch (i / 12) {
         case 0: compare(ROCQ_OP_ACTIVATE, &activate, &y, 0, say("activate %d", i)); break;
         case 1: compare(ROCQ_OP_GLU, &glu, &y, 0, say("glu %d", i)); break;
@@ -2059,25 +2060,33 @@ static void test_pixels(void **state) {
     for (int i = 0; i < 24; i++) {
         const int64_t in = i % 3 == 0 ? 1 : i % 3 + 2, out_c = 3 + i / 3 % 2;
         const rocq_format format = i / 2 % 2 ? ROCQ_F16 : ROCQ_F32;
-        box x = box_random((box_layout)(i % 2), format, 0.7f, in, 37, 29, 1);
-        box y = box_make(BOX_PLAIN, ROCQ_I8, out_c, 37, 29, 1);
+        box x = box_random((box_layout)(i % 2), format, 0.7f, in, i % 4 == 3 ? 300 : 37, 29, 1);
+        const int64_t w = i % 4 == 3 ? 300 : 37; // more columns than a block has threads
+        box y = box_make(BOX_PLAIN, ROCQ_I8, out_c, w, 29, 1);
+        box finite = box_make(BOX_PLAIN, ROCQ_I8, 29, 1, 1, 1);
         x.value[5] = NAN;
         x.value[6] = INFINITY;
         x.value[7] = -INFINITY;
         if (i / 2 % 2 == 0) box_write(&x);
-        const rocq_pixels_params p = {.y = &y.t, .x = &x.t, .scale = i % 2 ? 0.5f : 0,
-                                      .bias = i % 2 ? 0.5f : 0, .srgb = i >= 12};
+        const rocq_pixels_params p = {.y = &y.t, .x = &x.t, .finite = i % 5 ? &finite.t : NULL,
+                                      .scale = i % 2 ? 0.5f : 0, .bias = i % 2 ? 0.5f : 0,
+                                      .srgb = i >= 12};
         assert_int_equal(rocq_pixels(cpu, &p), ROCQ_OK);
         unsigned char *want = (unsigned char *)malloc((size_t)y.size);
         assert_non_null(want);
         memcpy(want, y.memory, (size_t)y.size);
         memset(y.memory, 0x55, (size_t)y.size);
+        unsigned char rows[29];
+        memcpy(rows, finite.memory, sizeof rows);
+        assert_true(!p.finite || (rows[0] == (format == ROCQ_F16) && rows[28] == 1));
+        memset(finite.memory, 0x55, (size_t)finite.size);
         any_params d = params_of(ROCQ_OP_PIXELS, &p);
         move_params(ROCQ_OP_PIXELS, &d);
         if (rocq_pixels(gpu, &d.pixels) != ROCQ_OK) fail_msg("pixels: %s", rocq_error(gpu));
         for (int j = 0; j < n_twins; j++) {
-            if (twins[j].b == &y) copy_from_gpu(&twins[j]);
+            if (twins[j].b == &y || twins[j].b == &finite) copy_from_gpu(&twins[j]);
         }
+        if (p.finite) assert_memory_equal(finite.memory, rows, sizeof rows);
         int differ = 0;
         for (int64_t j = 0; j < y.size; j++) {
             const int d = abs((int)y.memory[j] - (int)want[j]);
@@ -2089,7 +2098,7 @@ static void test_pixels(void **state) {
         if (1000 * differ > y.size) fail_msg("pixels %d: %d bytes differ", i, differ);
         free(want);
         free_twins();
-        boxes_free(&x, &y);
+        boxes_free(&x, &y, &finite);
     }
 }
 

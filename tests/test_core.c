@@ -689,6 +689,20 @@ static void uploads_and_downloads_are_exact(void **state) {
     assert_int_equal(rocq_upload(ctx, NULL, in, sizeof in), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_tensor_view(&v, &t, (int64_t[4]){0}, (int64_t[4]){2, 2, 1, 1}), ROCQ_OK);
     assert_int_equal(rocq_download(ctx, out, &v, 16), ROCQ_E_SHAPE); // strided
+    const rocq_tensor row = rocq_tensor_slice(&t, 1, 1, 1);
+    float last[3] = {0};
+    rocq_transfer both[2] = {{out, &t, sizeof out}, {last, &row, sizeof last}};
+    memset(out, 0, sizeof out);
+    assert_int_equal(rocq_download_all(ctx, both, 2), ROCQ_OK);
+    assert_memory_equal(in, out, sizeof in);
+    assert_memory_equal(in + 3, last, sizeof last);
+    memset(out, 0, sizeof out);
+    both[1].size = 8; // then the first one is not copied either
+    assert_int_equal(rocq_download_all(ctx, both, 2), ROCQ_E_SHAPE);
+    assert_true(out[5] == 0);
+    assert_int_equal(rocq_download_all(ctx, both, 0), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_download_all(ctx, NULL, 1), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_download_all(NULL, both, 1), ROCQ_E_ARGUMENT);
     v = t;
     memset(&v.buffer, 0, sizeof v.buffer);
     v.buffer.device.address = 4096;
@@ -995,7 +1009,7 @@ static void ops_refuse_bad_operands(void **state) {
     const rocq_binary_params binary = {&t[0], &t[1], &t[2]};
     check_refusals(ctx, &(op_case){ROCQ_OP_ADD, &binary, {&t[0], &t[1], &t[2]}, {true}});
     check_refusals(ctx, &(op_case){ROCQ_OP_MUL, &binary, {&t[0], &t[1], &t[2]}, {true}});
-    const rocq_scale_params scale = {&t[0], &t[1], 2, 1};
+    const rocq_scale_params scale = {&t[0], &t[1], 2, 1, ROCQ_ACT_TANH};
     check_refusals(ctx, &(op_case){ROCQ_OP_SCALE, &scale, {&t[0], &t[1]}, {true}});
     t[3] = slot_tensor(3, ROCQ_Q5_1, 32, 3, 2, 1);
     const rocq_cast_params cast = {&t[3], &t[1]};
@@ -1121,8 +1135,10 @@ static void ops_refuse_bad_operands(void **state) {
     check_refusals(ctx, &(op_case){ROCQ_OP_RESIZE, &resize, {&t[0], &t[1]}, {true}});
     t[0] = slot_tensor(0, ROCQ_I8, 4, 7, 6, 2);
     t[1] = slot_tensor(1, ROCQ_F16, 3, 7, 6, 2);
-    const rocq_pixels_params pixels = {.y = &t[0], .x = &t[1]};
-    check_refusals(ctx, &(op_case){ROCQ_OP_PIXELS, &pixels, {&t[0], &t[1]}, {true}});
+    t[2] = slot_tensor(2, ROCQ_I8, 6, 2, 1, 1);
+    const rocq_pixels_params pixels = {.y = &t[0], .x = &t[1], .finite = &t[2]};
+    check_refusals(ctx, &(op_case){ROCQ_OP_PIXELS, &pixels, {&t[0], &t[1], &t[2]},
+                                   {true, false, true}});
 
     t[0] = slot_tensor(0, ROCQ_F32, 256, 3, 1, 1);
     t[1] = slot_tensor(1, ROCQ_F32, 256, 5, 1, 1);

@@ -248,6 +248,53 @@ static void a_lost_gpu_gives_no_blocks(void **state) {
     rocq_close(&ctx);
 }
 
+// Downloads of all sizes at once, some straight to pinned memory, where only what is asked for is
+// written; of the others, pieces of the ring are used again.
+static void downloads_of_several_tensors(void **state) {
+    static const int64_t sizes[] = {1, 300, 262144, 262148, 786432, 1048577, 5000000, 0, 7};
+    enum { COUNT = sizeof sizes / sizeof sizes[0], GAP = 64 };
+    (void)state;
+    rocq_ctx *ctx = open_gpu(0);
+    rocq_pool *pool = pool_of(ctx, (rocq_pool_desc){.memory = ROCQ_MEMORY_PINNED});
+    rocq_buffer memory, pinned;
+    rocq_tensor t[COUNT];
+    int64_t size = 0;
+    for (int i = 0; i < COUNT; i++) size += (sizes[i] + GAP + 3) / 4 * 4;
+    assert_int_equal(rocq_buffer_alloc(ctx, &memory, size), ROCQ_OK);
+    assert_int_equal(rocq_pool_alloc(pool, &pinned, size), ROCQ_OK);
+    unsigned char *in = (unsigned char *)malloc((size_t)size);
+    unsigned char *host = (unsigned char *)malloc((size_t)size);
+    assert_true(in && host);
+    for (int64_t i = 0; i < size; i++) in[i] = (unsigned char)(i * 2654435761u >> 13);
+    assert_int_equal(rocq_tensor_init(&t[0], &memory, 0, ROCQ_I8, 1, &size), ROCQ_OK);
+    assert_int_equal(rocq_upload(ctx, &t[0], in, size), ROCQ_OK);
+    for (int way = 0; way < 3; way++) { // none, all, or every other one to pinned memory
+        rocq_transfer all[COUNT];
+        int32_t n = 0;
+        memset(host, 0xa5, (size_t)size);
+        memset(pinned.host, 0xa5, (size_t)size);
+        for (int64_t i = 0, at = 0; i < COUNT; at += (sizes[i++] + GAP + 3) / 4 * 4) {
+            if (sizes[i] == 0) continue;
+            unsigned char *to = way == 1 || (way == 2 && i % 2) ? (unsigned char *)pinned.host
+                                                                : host;
+            assert_int_equal(rocq_tensor_init(&t[i], &memory, at, ROCQ_I8, 1, &sizes[i]), ROCQ_OK);
+            all[n++] = (rocq_transfer){to + at, &t[i], sizes[i]};
+        }
+        assert_int_equal(rocq_download_all(ctx, all, n), ROCQ_OK);
+        for (int64_t i = 0, at = 0; i < COUNT; at += (sizes[i++] + GAP + 3) / 4 * 4) {
+            const bool to_pinned = way == 1 || (way == 2 && i % 2);
+            const unsigned char *got = (to_pinned ? (unsigned char *)pinned.host : host) + at;
+            assert_memory_equal(got, in + at, (size_t)sizes[i]);
+            for (int64_t k = sizes[i]; k < sizes[i] + GAP; k++) assert_int_equal(got[k], 0xa5);
+        }
+    }
+    free(in);
+    free(host);
+    assert_int_equal(rocq_buffer_free(ctx, &memory), ROCQ_OK);
+    rocq_pool_destroy(&pool);
+    rocq_close(&ctx);
+}
+
 static void arenas_cut_device_memory(void **state) {
     (void)state;
     rocq_ctx *ctx = open_gpu(0);
@@ -338,6 +385,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(free_blocks_make_room, begin, nothing_is_left),
         cmocka_unit_test_setup_teardown(every_runtime_call_may_fail, begin, nothing_is_left),
         cmocka_unit_test_setup_teardown(a_lost_gpu_gives_no_blocks, begin, nothing_is_left),
+        cmocka_unit_test_setup_teardown(downloads_of_several_tensors, begin, nothing_is_left),
         cmocka_unit_test_setup_teardown(arenas_cut_device_memory, begin, nothing_is_left),
         cmocka_unit_test_setup_teardown(only_a_whole_buffer_is_freed, begin, nothing_is_left),
         cmocka_unit_test_setup_teardown(impossible_reserves_take_nothing, begin, nothing_is_left)};

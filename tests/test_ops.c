@@ -606,10 +606,12 @@ static void scale(void **state) {
         box x = box_random(layout, floats[option & 1], 1, n, 3, 2, 2);
         box y = in_place ? x : box_make(layout, floats[option >> 1 & 1], n, 3, 2, 2);
         const rocq_scale_params p = {.y = &y.t, .x = &x.t, .scale = factors[option % 6][0],
-                                     .bias = factors[option % 6][1]};
+                                     .bias = factors[option % 6][1],
+                                     .activation = (rocq_activation)(option / 6 % 7)};
         double *want = doubles(x.count);
         for (int64_t i = 0; i < x.count; i++) {
-            want[i] = x.value[i] * (double)p.scale + (double)p.bias;
+            want[i] = activation_reference(p.activation, x.value[i]) * (double)p.scale +
+                      (double)p.bias;
         }
         check(ROCQ_OP_SCALE, &p, &y, want);
         free(want);

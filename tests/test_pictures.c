@@ -1053,14 +1053,28 @@ static void pixels(void **state) {
         x.value[7] = 0;
         if (x.t.format != ROCQ_BF16) box_write(&x);
         else x.value[5] = 9, x.value[6] = -9, box_write(&x); // rocq_quantize takes no infinities
-        box y = box_make((box_layout)((option + 1) % 3), ROCQ_I8, to, 23, 9, 2), *out = &y;
-        const rocq_pixels_params p = {.y = &y.t, .x = &x.t, .scale = scaled ? 0.5f : 0,
-                                      .bias = scaled ? 0.5f : 0, .srgb = curve};
+        if (x.t.format != ROCQ_BF16) x.value[x.count - 1] = NAN, box_write(&x);
+        box y = box_make((box_layout)((option + 1) % 3), ROCQ_I8, to, 23, 9, 2);
+        box finite = box_make((box_layout)(option % 3), ROCQ_I8, 9, 2, 1, 1);
+        box *outs[] = {&y, &finite};
+        const rocq_pixels_params p = {.y = &y.t, .x = &x.t, .finite = option % 5 ? &finite.t : NULL,
+                                      .scale = scaled ? 0.5f : 0, .bias = scaled ? 0.5f : 0,
+                                      .srgb = curve};
         for (int simd = 0; simd < 2; simd++) {
             memset(y.memory, 0xff, (size_t)y.size);
-            run(simd, ROCQ_OP_PIXELS, &p, &out, 1);
+            memset(finite.memory, 0xff, (size_t)finite.size);
+            run(simd, ROCQ_OP_PIXELS, &p, outs, p.finite ? 2 : 1);
             box_read(&y);
+            box_read(&finite);
             box_check_outside(&y);
+            box_check_outside(&finite);
+            for (int64_t i = 0; i < 18 && p.finite; i++) {
+                bool all = true;
+                for (int64_t k = i * 23 * from; k < (i + 1) * 23 * from; k++) {
+                    all &= isfinite(x.value[k]) != 0;
+                }
+                assert_int_equal(finite.value[i], all);
+            }
             for (int64_t i = 0; i < y.count; i++) {
                 const int64_t ch = i % to, position = i / to;
                 double want = 1;
@@ -1076,7 +1090,7 @@ static void pixels(void **state) {
                 }
             }
         }
-        boxes_free(&x, &y);
+        boxes_free(&x, &y, &finite);
     }
     const float odd[] = {0.5f, NAN, -NAN, -0.0f, 1e30f, 1.0f};
     const unsigned char bytes[] = {128, 0, 0, 0, 255, 255}; // 127.5 goes to the even neighbour
@@ -1297,6 +1311,7 @@ static void norm_stats_resize_and_pixels_refuse(void **state) {
         NO(p.scale = NAN, ROCQ_E_ARGUMENT);
         NO(p.scale = INFINITY, ROCQ_E_ARGUMENT);
         NO(p.bias = -INFINITY, ROCQ_E_ARGUMENT);
+        NO(p.finite = &rgb.t, ROCQ_E_SHAPE);
 #undef NO
     }
     boxes_free(&x, &stats, &had, &each, &y, &rgb, &four);
