@@ -6831,7 +6831,7 @@ ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *s
     for (int64_t i = 0; importance && n_rows > 0 && i < n_per_row; i++) {
         if (!(importance[i] >= 0 && importance[i] <= FLT_MAX)) return ROCQ_E_ARGUMENT;
     }
-    for (int64_t row = 0; row < n_rows; row++) {
+    for (int64_t row = 0; n > 0 && row < n_rows; row++) {
         rocq__quantize_row(format, (unsigned char *)dst + row * row_bytes, src + row * n_per_row,
                            n_per_row, importance);
     }

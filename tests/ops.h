@@ -1,11 +1,17 @@
 // What the tests of single operations share: random tensors in awkward layouts, runs over thread
 // counts and instruction sets, comparisons that NaN fails, and ggml's CPU backend as a peer.
-// Include after cmocka.h and the implementation of rocq.h.
+// Include after cmocka.h and rocq.h.
 
 #ifndef TESTS_OPS_H
 #define TESTS_OPS_H
 
 #include <dlfcn.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "inside.h"
 
 #define OPS_FN __attribute__((unused)) static // no test uses all of them
 
@@ -252,7 +258,7 @@ OPS_FN void random_block(rocq_format format, void *block) {
     switch (format) {
     case ROCQ_F32: *(float *)block = random_normal(); break;
     case ROCQ_F16: *(uint16_t *)block = rocq_f32_to_f16(random_normal()); break;
-    case ROCQ_BF16: *(uint16_t *)block = (uint16_t)(rocq__f32_bits(random_normal()) >> 16); break;
+    case ROCQ_BF16: *(uint16_t *)block = (uint16_t)(inside_f32_bits(random_normal()) >> 16); break;
     case ROCQ_Q4_0: case ROCQ_Q5_0: case ROCQ_Q8_0: case ROCQ_IQ4_NL: case ROCQ_IQ4_XS:
         *(uint16_t *)block = random_half();
         break;
@@ -385,7 +391,7 @@ OPS_FN int open_contexts(void **state) {
         for (int i = 0; i < N_THREAD_COUNTS; i++) {
             const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = thread_counts[i]};
             if (rocq_open(&contexts[simd][i], &desc) != ROCQ_OK) return -1;
-            if (!simd) contexts[simd][i]->has_simd = false;
+            if (!simd) *inside_has_simd(contexts[simd][i]) = false;
         }
     }
     return 0;
@@ -435,10 +441,7 @@ OPS_FN void run(int simd, rocq_op op, const void *params, box *const *outputs, i
         const char *why = NULL;
         if (rocq_supports(ctx, op, params, &why) != ROCQ_OK) fail_msg("not supported: %s", why);
         const int64_t scratch = planned(ctx, op, params);
-        rocq__free(ctx, ctx->scratch);
-        ctx->budget_used -= ctx->scratch_size;
-        ctx->scratch = NULL;
-        ctx->scratch_size = 0;
+        inside_free_scratch(ctx);
         assert_int_equal(rocq_reserve(ctx, scratch), ROCQ_OK);
         assert_int_equal(rocq_get_stats(ctx, &stats), ROCQ_OK);
         for (int o = 0; o < n_outputs; o++) {
@@ -472,7 +475,7 @@ OPS_FN void run_fails(rocq_op op, const void *params, rocq_result want, box *con
         assert_non_null(before[o]);
         memcpy(before[o], outputs[o]->memory, (size_t)outputs[o]->size);
     }
-    ctx->error[0] = 0;
+    inside_error(ctx)[0] = 0;
     assert_int_equal(run_one(ctx, op, params), want);
     assert_true(strlen(rocq_error(ctx)) > 10);
     for (int o = 0; o < n_outputs; o++) {

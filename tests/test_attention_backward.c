@@ -1,6 +1,5 @@
 // The backward of attention against float64, which is itself checked by finite differences of the
 // forward in float64.
-#define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
 #include <setjmp.h>
@@ -420,7 +419,7 @@ static void scratch_is_linear(void **state) {
         const rocq_attention_backward_params p = {.dq = &dq, .dk = &dk, .dv = &dv, .dout = &t,
                                                   .out = &t, .q = &t, .k = &t, .v = &t,
                                                   .lse = &lse};
-        scratch[i] = rocq__scratch_attention_backward_cpu(contexts[1][0], &p);
+        scratch[i] = inside_scratch_attention_backward_cpu(contexts[1][0], &p);
     }
     assert_true(scratch[1] <= 2 * scratch[0] && scratch[0] < 10000 * 64 * 4 * 24);
 }

@@ -1,6 +1,5 @@
 // Mixtures of experts: the router and the product by expert against float64, in every format, with
 // few and many tokens; bits that no number of threads or tokens changes; and ids out of range.
-#define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
 #include <setjmp.h>

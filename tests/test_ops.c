@@ -1,6 +1,5 @@
 // Every operation but matmul and attention against float64 or an exact reference, in every option,
 // format and layout, and against ggml.
-#define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
 #include <setjmp.h>
@@ -20,8 +19,8 @@ static double *doubles(int64_t n) {
 static void table_of_ops(void **state) {
     (void)state;
 #define ROCQ_X(NAME, op, params)                                \
-    assert_string_equal(rocq__ops[ROCQ_OP_##NAME]->name, #op);   \
-    assert_int_equal(rocq__ops[ROCQ_OP_##NAME]->params_size, sizeof(params));
+    assert_string_equal(inside_op_name(ROCQ_OP_##NAME), #op);   \
+    assert_int_equal(inside_params_size(ROCQ_OP_##NAME), sizeof(params));
     ROCQ_OPS(ROCQ_X)
 #undef ROCQ_X
 }
@@ -488,16 +487,16 @@ static void activations_in_ulps(void **state) {
                                             ROCQ_ACT_SIGMOID, ROCQ_ACT_RELU};
     for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 8 * 3001) {
         float x[8], y[6][8], plain[6][8];
-        for (int i = 0; i < 8; i++) x[i] = rocq__bits_f32((uint32_t)(bits + (uint64_t)i * 3001));
+        for (int i = 0; i < 8; i++) x[i] = inside_bits_f32((uint32_t)(bits + (uint64_t)i * 3001));
         for (int a = 0; a < 6; a++) {
             memcpy(y[a], x, sizeof x);
             memcpy(plain[a], x, sizeof x);
             if (a < 5) {
-                rocq__activate_row(false, kinds[a], plain[a], 8);
-                rocq__activate_row(contexts[1][0]->has_simd, kinds[a], y[a], 8);
+                inside_activate_row(false, kinds[a], plain[a], 8);
+                inside_activate_row(*inside_has_simd(contexts[1][0]), kinds[a], y[a], 8);
             } else {
-                rocq__softcap_row(false, 30, plain[a], 8);
-                rocq__softcap_row(contexts[1][0]->has_simd, 30, y[a], 8);
+                inside_softcap_row(false, 30, plain[a], 8);
+                inside_softcap_row(*inside_has_simd(contexts[1][0]), 30, y[a], 8);
             }
         }
         for (int i = 0; i < 8; i++) {
@@ -507,7 +506,7 @@ static void activations_in_ulps(void **state) {
                 continue;
             }
             for (int a = 0; a < 6; a++) assert_memory_equal(&y[a][i], &plain[a][i], sizeof(float));
-            if (v >= -87.33 && v < 88.37) assert_true(ulps(rocq__exp1(x[i]), exp(v)) <= 1.1);
+            if (v >= -87.33 && v < 88.37) assert_true(ulps(inside_exp1(x[i]), exp(v)) <= 1.1);
             assert_true(y[4][i] == (v > 0 ? x[i] : 0) && (v > 0 || !signbit(y[4][i])));
             if (isinf(v)) continue;
             if (v > -87.3) assert_true(ulps(y[0][i], v / (1 + exp(-v))) <= 2.5);
@@ -1250,8 +1249,8 @@ static rocq_tensor random_place(void *memory, int64_t size, rocq_format format, 
             reach += (ne[d] - 1) * t.stride[d];
         }
         t.buffer.size = size;
-        assert_true(rocq__extent(&t, &extent));
-        const int64_t align = rocq__alignment_of(format), room = (size - extent) / align;
+        assert_true(inside_extent(&t, &extent));
+        const int64_t align = inside_alignment_of(format), room = (size - extent) / align;
         if (extent > size) continue;
         t.offset = align * random_below(room + 1);
         return t;
@@ -1312,8 +1311,8 @@ static void overlap_is_told_exactly(void **state) {
         n_met += met;
         n_gaps += cross && !met;
         n_apart += !cross;
-        if (rocq__meet(&t[0], &t[1]) != met || rocq__meet(&t[1], &t[0]) != met) {
-            fail_msg("pair %d %s, rocq__meet says %d", i, met ? "meets" : "does not meet", !met);
+        if (inside_meet(&t[0], &t[1]) != met || inside_meet(&t[1], &t[0]) != met) {
+            fail_msg("pair %d %s, inside_meet says %d", i, met ? "meets" : "does not meet", !met);
         }
     }
     print_message("%d pairs: %d meet, %d lie in each other's gaps, %d apart\n", (int)N, (int)n_met,
@@ -1391,18 +1390,18 @@ static void the_search_for_an_overlap_is_bounded(void **state) {
     a.stride[1] = 3000000;
     b.stride[1] = 2000000;
     b.offset = 4 * 500000;
-    assert_false(rocq__meet(&a, &b));
+    assert_false(inside_meet(&a, &b));
     b.offset = 4 * 1000001; // one element of the two
-    assert_true(rocq__meet(&a, &b));
+    assert_true(inside_meet(&a, &b));
     a.stride[1] = 3000017;
     b.stride[1] = 2999999;
     b.offset = 4 * 1500000;
     const int64_t start = rocq_time_ns();
-    for (int i = 0; i < 100; i++) assert_true(rocq__meet(&a, &b));
+    for (int i = 0; i < 100; i++) assert_true(inside_meet(&a, &b));
     assert_true(rocq_time_ns() - start < 1000000000); // 10 ms each, under sanitizers
     // No address of either comes near the limit of an int64.
     a.stride[1] = b.stride[1] = INT64_MAX / 4 / 4 / ROWS;
-    assert_true(rocq__meet(&a, &b));
+    assert_true(inside_meet(&a, &b));
 }
 
 static rocq_tensor view_of(const rocq_tensor *t, int64_t i0, int64_t i1, int64_t i2, int64_t i3,

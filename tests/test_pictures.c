@@ -1,7 +1,6 @@
 // Convolution, the statistics of its norms, resize and pixels: against float64 references in every
 // option, format and layout, against one another (tiles and the whole picture, chunks and the whole
 // video), and against PyTorch.
-#define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
 #include <setjmp.h>
@@ -23,7 +22,8 @@ static double *doubles(int64_t n) {
 static void run_tier(rocq_cpu_tier tier, rocq_op op, const void *params, box *const *outputs,
                      int n_outputs) {
     for (int i = 0; i < N_THREAD_COUNTS; i++) {
-        contexts[1][i]->has_avx512 = tier == ROCQ_CPU_AVX512 && rocq__cpu_has(ROCQ_CPU_AVX512);
+        *inside_has_avx512(contexts[1][i]) =
+            tier == ROCQ_CPU_AVX512 && inside_cpu_has(ROCQ_CPU_AVX512);
     }
     run(tier > ROCQ_CPU_PLAIN, op, params, outputs, n_outputs);
 }
@@ -264,10 +264,10 @@ static void conv_solve(const conv_case *s) {
     assert_non_null(before);
     memcpy(before, y->memory, (size_t)y->size);
     for (int tier = ROCQ_CPU_PLAIN; tier <= ROCQ_CPU_AVX512; tier++) {
-        if (tier == ROCQ_CPU_AVX_VNNI || !rocq__cpu_has((rocq_cpu_tier)tier)) continue;
+        if (tier == ROCQ_CPU_AVX_VNNI || !inside_cpu_has((rocq_cpu_tier)tier)) continue;
         snprintf(how, sizeof how,
                  "%s, %s, kernel %d %d %d, stride %d, upsample %d, x %lld %lld %lld, y %lld %lld "
-                 "%lld of %s, stats %d", rocq__cpu_tier_name((rocq_cpu_tier)tier),
+                 "%lld of %s, stats %d", inside_cpu_tier_name((rocq_cpu_tier)tier),
                  rocq_format_name(s->w_format), s->kw, s->kh, s->kt, s->stride, s->upsample,
                  (long long)s->c, (long long)s->w, (long long)s->h, (long long)s->m,
                  (long long)s->ow, (long long)s->oh, rocq_format_name(s->y_format), s->stats);
@@ -765,7 +765,7 @@ static void conv_weights_are_reordered(void **state) {
 #define REFUSED(change, result)                                       \
     do {                                                              \
         change;                                                       \
-        ctx->error[0] = 0;                                            \
+        inside_error(ctx)[0] = 0;                                     \
         assert_int_equal(rocq_conv_weights(ctx, &p), result);         \
         assert_true(strlen(rocq_error(ctx)) > 10);                    \
         assert_int_equal(w.memory[0] & w.memory[w.size - 1], 0xff);   \

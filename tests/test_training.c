@@ -1,7 +1,8 @@
 // The ops of training: against float64 references, finite differences of float64 forwards, and a
 // float64 optimizer over many steps.
-#define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
+
+#include <float.h>
 
 #include <setjmp.h>
 #include <stdarg.h>

@@ -114,16 +114,18 @@ class CodeObject:
         self.sections = [struct.unpack_from("<IIQQQQIIQQ", data, sections_at + i * section_size)
                          for i in range(n_sections)]
         self.symbols = {}   # every name: (address, section)
+        self.sizes = {}     # and its bytes
         self.exported = []  # names in the dynamic symbol table
         metadata = {}
         for _, kind, _, _, at, size, link, *_ in self.sections:
             if kind in (2, 11):  # symbol tables, full and dynamic
                 names = self.sections[link][4]
                 for entry in range(at, at + size, 24):
-                    name, _, _, section, address, _ = struct.unpack_from("<IBBHQQ", data, entry)
+                    name, _, _, section, address, n = struct.unpack_from("<IBBHQQ", data, entry)
                     if name:
                         name = self._string(names + name)
                         self.symbols[name] = (address, section)
+                        self.sizes[name] = n
                         if kind == 11 and section:
                             self.exported.append(name)
             elif kind == 7:  # notes
@@ -140,10 +142,19 @@ class CodeObject:
     def _string(self, at):
         return self.data[at:self.data.index(b"\0", at)].decode()
 
+    def place(self, symbol):
+        """Where in the file the bytes of a symbol are."""
+        address, section = self.symbols[symbol]
+        return self.sections[section][4] + address - self.sections[section][3]
+
+    def machine_code(self, function):
+        at = self.place(function)
+        return self.data[at:at + self.sizes[function]]
+
     def descriptor(self, kernel):
         """The 64 bytes that the hardware is set up from (AMDGPU backend guide)."""
-        address, section = self.symbols[self.kernels[kernel][".symbol"]]
-        at = self.sections[section][4] + address - self.sections[section][3]
+        symbol = self.kernels[kernel][".symbol"]
+        address, at = self.symbols[symbol][0], self.place(symbol)
         lds, private, arguments, _, entry = struct.unpack_from("<IIIIq", self.data, at)
         resources1, resources2, properties = struct.unpack_from("<IIH", self.data, at + 48)
         return {"lds": lds, "private": private, "arguments": arguments, "entry": address + entry,
@@ -157,12 +168,13 @@ class CodeObject:
                               k[".max_flat_workgroup_size"], k[".wavefront_size"],
                               not self.descriptor(kernel)["wgp"])
 
-    def instructions(self):
-        """Every function's instructions in order, by the disassembler."""
+    def instructions(self, only=()):
+        """Every function's instructions in order, by the disassembler; or of these functions."""
         with tempfile.NamedTemporaryFile(suffix=".co") as file:
             file.write(self.data)
             file.flush()
-            text = subprocess.run([disassembler(), "-d", f"--mcpu={self.target}", file.name],
+            some = [f"--disassemble-symbols={','.join(only)}"] if only else ["-d"]
+            text = subprocess.run([disassembler(), *some, f"--mcpu={self.target}", file.name],
                                   capture_output=True, text=True, check=True).stdout
         functions, function = {}, None
         for line in text.split("\n"):
@@ -260,6 +272,43 @@ def width(name):
     return 32 * pairs
 
 
+def _in_cycles(after):
+    """The nodes of a graph that reach themselves: {node: [the nodes after it]}.
+
+    Tarjan's strongly connected components, with a stack of its own instead of recursion."""
+    order, low, on_path, path, cyclic = {}, {}, set(), [], set()
+    for root in after:
+        if root in order:
+            continue
+        todo = [(root, iter(after[root]))]
+        order[root] = low[root] = len(order)
+        path.append(root)
+        on_path.add(root)
+        while todo:
+            node, rest = todo[-1]
+            for to in rest:
+                if to not in order:
+                    order[to] = low[to] = len(order)
+                    path.append(to)
+                    on_path.add(to)
+                    todo.append((to, iter(after[to])))
+                    break
+                if to in on_path:
+                    low[node] = min(low[node], order[to])
+            else:
+                todo.pop()
+                if todo:
+                    low[todo[-1][0]] = min(low[todo[-1][0]], low[node])
+                if low[node] == order[node]:  # the first of its component, the others lie behind
+                    component = [path.pop()]
+                    while component[-1] != node:
+                        component.append(path.pop())
+                    on_path.difference_update(component)
+                    if len(component) > 1 or node in after[node]:
+                        cyclic.update(component)
+    return cyclic
+
+
 def in_loops(instructions):
     """The instructions that can follow themselves, in order: those in a cycle of the control flow."""
     index = {i.address: n for n, i in enumerate(instructions)}
@@ -274,13 +323,5 @@ def in_loops(instructions):
         after[at] = [to for to in (last.target, last.address + last.size if falls else None)
                      if to in blocks]
 
-    def reached(starts):
-        seen, todo = set(), list(starts)
-        while todo:
-            at = todo.pop()
-            if at not in seen:
-                seen.add(at)
-                todo += after[at]
-        return seen
-
-    return [i for at, block in blocks.items() if at in reached(after[at]) for i in block]
+    cyclic = _in_cycles(after)
+    return [i for at, block in blocks.items() if at in cyclic for i in block]
