@@ -30,7 +30,6 @@ typedef struct picture_case {
     bool half, budget;
     const char *activations;        // vae_options
     int32_t most;                   // memory budget in MB; 0 = none
-    bool unfolded;                  // vae_options
 } picture_case;
 
 typedef struct decoding {
@@ -106,7 +105,7 @@ static rocq_result torch_decode(void *user) {
 static rocq_result open_decoding(decoding *d, const bench *b, const char *weights) {
     const picture_case *c = d->c;
     const vae_options options = {.family = c->model[0] == 's' ? "sdxl" : NULL,
-                                 .activations = c->activations, .unfolded = c->unfolded};
+                                 .activations = c->activations};
     const rocq_desc desc = {.prefer = b->gpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU,
                             .n_threads = b->n_threads,
                             .kernels_path = b->kernels,
@@ -348,29 +347,29 @@ static void measure_conv(bench *b, torch_peer *peer, conv_case s) {
 
 int main(int argc, char **argv) {
     static const picture_case gpu[] = {
-        {"sdxl", "256", 256, 0, 1, 1, false, false, NULL, 0, false},
-        {"sdxl", "512", 512, 0, 1, 1, false, false, NULL, 0, false},
-        {"sdxl", "1024", 1024, 0, 1, 1, false, false, NULL, 0, false},
-        {"sdxl", "256x4", 256, 0, 4, 4, false, false, NULL, 0, false},
-        {"sdxl", "512/f16", 512, 0, 1, 1, true, false, "f16", 0, false},
-        {"sdxl", "1024/budget", 1024, 0, 1, 1, false, true, NULL, 0, false},
-        {"sdxl", "512/219MB", 512, 0, 1, 1, false, false, NULL, 219, false},
-        {"sdxl", "1024/857MB", 1024, 0, 1, 1, false, false, NULL, 857, false},
-        {"sdxl", "512x8", 512, 0, 8, 4, false, false, NULL, 0, false},
-        {"wan", "256/video", 256, 5, 1, 1, false, false, NULL, 0, false},
-        {"taesd", "512", 512, 0, 1, 1, false, false, NULL, 0, false},
-        {"taesd", "512/pinned", 512, 0, 1, 1, false, false, NULL, 0, false},
-        {"taesd", "1024", 1024, 0, 1, 1, false, false, NULL, 0, false}};
+        {"sdxl", "256", 256, 0, 1, 1, false, false, NULL, 0},
+        {"sdxl", "512", 512, 0, 1, 1, false, false, NULL, 0},
+        {"sdxl", "1024", 1024, 0, 1, 1, false, false, NULL, 0},
+        {"sdxl", "256x4", 256, 0, 4, 4, false, false, NULL, 0},
+        {"sdxl", "512/f16", 512, 0, 1, 1, true, false, "f16", 0},
+        {"sdxl", "1024/budget", 1024, 0, 1, 1, false, true, NULL, 0},
+        {"sdxl", "512/219MB", 512, 0, 1, 1, false, false, NULL, 219},
+        {"sdxl", "1024/857MB", 1024, 0, 1, 1, false, false, NULL, 857},
+        {"sdxl", "512x8", 512, 0, 8, 4, false, false, NULL, 0},
+        {"wan", "256/video", 256, 5, 1, 1, false, false, NULL, 0},
+        {"taesd", "512", 512, 0, 1, 1, false, false, NULL, 0},
+        {"taesd", "512/pinned", 512, 0, 1, 1, false, false, NULL, 0},
+        {"taesd", "1024", 1024, 0, 1, 1, false, false, NULL, 0}};
     static const picture_case cpu[] = {
-        {"taesd", "256", 256, 0, 1, 1, false, false, NULL, 0, false},
-        {"taesd", "512", 512, 0, 1, 1, false, false, NULL, 0, false},
-        {"taesd", "1024", 1024, 0, 1, 1, false, false, NULL, 0, false},
-        {"taesd", "256x4", 256, 0, 4, 4, false, false, NULL, 0, false},
-        {"taesd", "512/f16", 512, 0, 1, 1, true, false, "f16", 0, false},
-        {"taesd", "1024/budget", 1024, 0, 1, 1, false, true, NULL, 0, false},
-        {"taesd", "512x8", 512, 0, 8, 4, false, false, NULL, 0, false},
-        {"sdxl", "256", 256, 0, 1, 1, false, false, NULL, 0, false},
-        {"wan", "64/video", 64, 5, 1, 1, false, false, NULL, 0, false}};
+        {"taesd", "256", 256, 0, 1, 1, false, false, NULL, 0},
+        {"taesd", "512", 512, 0, 1, 1, false, false, NULL, 0},
+        {"taesd", "1024", 1024, 0, 1, 1, false, false, NULL, 0},
+        {"taesd", "256x4", 256, 0, 4, 4, false, false, NULL, 0},
+        {"taesd", "512/f16", 512, 0, 1, 1, true, false, "f16", 0},
+        {"taesd", "1024/budget", 1024, 0, 1, 1, false, true, NULL, 0},
+        {"taesd", "512x8", 512, 0, 8, 4, false, false, NULL, 0},
+        {"sdxl", "256", 256, 0, 1, 1, false, false, NULL, 0},
+        {"wan", "64/video", 64, 5, 1, 1, false, false, NULL, 0}};
     static const conv_case convs[] = {
         {4, 512, 3, 64, 1, false}, {512, 512, 3, 64, 1, true}, {512, 512, 1, 64, 1, true},
         {512, 512, 3, 128, 2, false}, {512, 512, 3, 128, 1, true}, {512, 512, 3, 256, 2, false},
@@ -380,8 +379,8 @@ int main(int argc, char **argv) {
         {64, 64, 3, 128, 1, false}, {64, 64, 3, 256, 1, false}, {64, 64, 3, 512, 1, false},
         {64, 64, 3, 512, 2, false}, {64, 3, 3, 512, 1, false}};
     static const picture_case tiny[] = {
-        {"taesd", "64", 64, 0, 1, 1, false, false, NULL, 0, false},
-        {"taesd", "64x2/budget", 64, 0, 2, 2, false, true, NULL, 0, false}};
+        {"taesd", "64", 64, 0, 1, 1, false, false, NULL, 0},
+        {"taesd", "64x2/budget", 64, 0, 2, 2, false, true, NULL, 0}};
     bench b;
     torch_peer peer;
     if (!bench_open(&b, argc, argv, "vae")) return 1;

@@ -45,10 +45,6 @@ typedef struct vae_options { // 0 = default, as everywhere in rocq
     bool stream;             // the file stays open as long as the model, and what of the weights
                              // does not fit a request's budget is read from it each time that it
                              // is used. They are loaded by the first request, not by vae_open
-    bool unfolded;           // where positions are doubled, keep 3 x 3 weights instead of sums of
-                             // them (see `folded` of rocq_conv_params): they take 9/16 of the
-                             // memory (SDXL: 8 MB less), and their products nearly twice the
-                             // time; for budgets that are tight
     const char *weights;     // format of convolutions, "f16"; default by tensor, see vae_conv.why
     const char *activations; // "f32" (default on the CPU), "bf16" or "f16" (default on a GPU). What
                              // the blocks of SDXL add up exceeds F16: a 64th of it is kept. Of

@@ -393,8 +393,7 @@ static rocq_format vae__weight_format(const vae_model *m, rocq_format file, int6
 // bits, so such weights stay as they are.
 static void vae__choose_folded(const vae_model *m, vae_conv *conv) {
     const bool f32 = conv->format == ROCQ_F32, f16 = conv->format == ROCQ_F16;
-    conv->folded = !m->options.unfolded && conv->upsample == 2 && conv->k == 3 &&
-                   conv->stride == 1 &&
+    conv->folded = conv->upsample == 2 && conv->k == 3 && conv->stride == 1 &&
                    conv->entry->n_dims != 2 && // else taps may be in rocq_conv's order already
                    (f32 || f16 || (conv->format == ROCQ_BF16 && !m->gpu));
     if (!conv->folded || f32 || m->gpu) return;

@@ -601,9 +601,9 @@ static rocq_result vae__end_of_bands(vae_model *m, const vae__banding *g, vae__v
     return vae__conv(m, g->convs[g->n - 1], &band[g->n - 2], o, &t, &residual);
 }
 
-// Rows of a pass's bands. Within a limit of memory a power of two, the largest that leaves an eighth
-// of the room to ops: kernels work on tiles of 4 or 8 rows, and on an H100 bands of 96 rows take
-// longer than those of 64, whose tiles fill its units once.
+// Rows of a pass's bands. Within a limit of memory a power of two, the largest that leaves an
+// eighth of the room to ops: kernels work on tiles of 4 or 8 rows, and on an H100 bands of 96 rows
+// take longer than those of 64, whose tiles fill its units once.
 static rocq_result vae__band_rows(const vae_model *m, const vae__banding *g, int32_t stop,
                                   int64_t *rows) {
     const int64_t w = g->y->size[0], room = vae__room(m) / 8 * 7;

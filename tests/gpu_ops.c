@@ -12,6 +12,7 @@
 #include <cmocka.h>
 
 #include "ops.h"
+#include "lend.h"
 
 static rocq_ctx *cpu, *gpu;
 
@@ -1786,6 +1787,11 @@ static void test_conv_options(void **state) {
         d.planar = block_elems(d.w) > 1 && f % 2 == 0;
         check_conv(&d);
     }
+}
+
+static void test_lend(void **state) {
+    (void)state;
+    check_lend(gpu);
 }
 
 // Where y is small for the chip, K is split over blocks, whose sums are scratch memory, at most as
@@ -3980,6 +3986,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_sample),          cmocka_unit_test(test_bad_indices),
         cmocka_unit_test(test_conv_shapes),     cmocka_unit_test(test_conv_options),
         cmocka_unit_test(test_conv_lds),        cmocka_unit_test(test_conv_most_scratch),
+        cmocka_unit_test(test_lend),
         cmocka_unit_test(test_conv_scale),      cmocka_unit_test(test_norm_stats),
         cmocka_unit_test(test_resize),          cmocka_unit_test(test_pixels),
         cmocka_unit_test(test_matmul_backward_formats),

@@ -8,6 +8,7 @@
 #include <cmocka.h>
 
 #include "ops.h"
+#include "lend.h"
 
 #define BOUND 1e-9 // NMSE of F32 arithmetic; the contract says 1e-6
 #define ULP 0x1p-24 // half of the distance from 1 to the next float
@@ -1396,6 +1397,15 @@ static void agrees_with_torch(void **state) {
     assert_true(n_cases >= 20 && n_folded >= 2);
 }
 
+static void scratch_is_lent(void **state) {
+    rocq_ctx *ctx;
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 2};
+    (void)state;
+    assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+    check_lend(ctx);
+    rocq_close(&ctx);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(conv_in_all_pairs_of_options),
@@ -1416,6 +1426,7 @@ int main(void) {
         cmocka_unit_test(resize_of_infinities),
         cmocka_unit_test(pixels),
         cmocka_unit_test(norm_stats_resize_and_pixels_refuse),
+        cmocka_unit_test(scratch_is_lent),
         cmocka_unit_test(agrees_with_torch),
     };
     return cmocka_run_group_tests_name("pictures", tests, open_contexts, close_contexts);

@@ -279,30 +279,6 @@ static void forget(opened *o) {
     for (int64_t i = 0; i < o->count; i++) o->other[i] = NAN;
 }
 
-// Without folding: smaller weights, the same picture.
-static void test_unfolded(void **state) {
-    static const char *const names[] = {"sd", "taesd", "wan"};
-    (void)state;
-    for (int i = 0; i < 3; i++) {
-        opened o;
-        vae_model m;
-        const vae_options options = {.n_groups = 4, .unfolded = true};
-        open_all(&o, names[i], names[i], 4, false);
-        open_model(&m, o.ctx, names[i], &options);
-        int n_folded = 0;
-        for (int32_t k = 0; k < m.decoder.n_convs; k++) {
-            n_folded += o.m.decoder.convs[k].folded;
-            assert_false(m.decoder.convs[k].folded);
-        }
-        assert_true(n_folded > 0 && m.weight_bytes < o.m.weight_bytes);
-        const vae_request job = request_of(&o.x, o.other);
-        decode(&m, &job);
-        CLOSE(o.other, o.whole, o.count, 2e-5);
-        vae_close(&m);
-        close_all(&o);
-    }
-}
-
 // Each picture of a batch has the bits that it has alone.
 static void test_batches(void **state) {
     opened o;
@@ -1936,7 +1912,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_streaming), cmocka_unit_test(test_graphs),
         cmocka_unit_test(test_exact_video), cmocka_unit_test(test_chunks)};
     static const struct CMUnitTest others[] = {
-        cmocka_unit_test(test_unfolded),         cmocka_unit_test(test_batches),
+        cmocka_unit_test(test_batches),
         cmocka_unit_test(test_batches_in_parts),
         cmocka_unit_test(test_exact_sizes),
         cmocka_unit_test(test_exact_small),
