@@ -191,7 +191,7 @@ static void measure_picture(bench *b, torch_peer *peer, const picture_case *c) {
     }
     if (open_decoding(&d, b, weights) == ROCQ_OK) {
         make_latents(&d);
-        const bool beside = !c->half && !c->budget && !c->most && torch_ns(&d, 0) >= 0;
+        const bool beside = !c->half && !c->budget && torch_ns(&d, 0) >= 0;
         vae_plan plan;
         vae_plan_decode(&d.m, &d.job, &plan);
         bench_case cases[3] = {{.name = name, .run = decode, .user = &d, .single = true,
