@@ -556,31 +556,29 @@ typedef struct vae__banding {
     bool doubles, up;              // the first doubles positions; from the last row to the first
     int64_t rows;
     const vae__value *x, *y;       // whole, of the same place
-    bool turns;                    // see vae__turn; then band[0] of all passes, and how many rows,
-    vae__value shared;             // counted from where the next pass begins, it has already
-    int64_t ready;
+    bool turns;                    // see vae__turn; and band[0] of the two passes
+    vae__value shared;
 } vae__banding;
 
 // Room for a band of so many rows of a value of c channels, on the side where x is not.
 static rocq_result vae__new_band(vae_model *m, const vae__banding *g, rocq_format format, int64_t c,
-                                 int64_t rows, vae__value *band) {
+                                 int64_t rows, bool up, vae__value *band) {
     const int64_t *size = g->y->size;
-    const vae__span o = vae__rows(size, 0, rows < size[1] ? rows : size[1], g->up);
+    const vae__span o = vae__rows(size, 0, rows < size[1] ? rows : size[1], up);
     return vae__new(m, !g->x->side, format, c, size, &o, 1, band);
 }
 
-// Moves a band on to where its next rows, from row `at` on, follow the last `keep` before them.
-// Bands are longer than that, so these do not overlap their new places.
-static rocq_result vae__advance(vae_model *m, vae__value *band, int64_t at, int64_t keep,
-                                bool up) {
-    const int64_t n = band->span.n[1], h = band->size[1];
+// Moves a band on to where its next rows, from row `at` on, follow the last `keep` before them; with
+// `within`, no further than to the last row of the value. Bands are longer than `keep`, so these
+// rows do not overlap their new places, and within it is at most one.
+static rocq_result vae__advance(vae_model *m, vae__value *band, int64_t at, int64_t keep, bool up,
+                                bool within) {
+    const int64_t n = band->span.n[1], h = band->size[1], before = band->span.at[1];
     const vae__span last = vae__rows(band->size, at - keep, at, up);
     const rocq_tensor from = vae__frames_of(band, &last);
     band->span.at[1] = up ? h - at + keep - n : at - keep;
-    if (keep == 0) { // no further than to the end: see vae__turn
-        if (!up && at > h - n) band->span.at[1] = h - n;
-        return ROCQ_OK;
-    }
+    if (within && !up && band->span.at[1] > h - n) band->span.at[1] = h - n;
+    if (keep == 0 || band->span.at[1] == before) return ROCQ_OK;
     const rocq_tensor to = vae__frames_of(band, &last);
     const rocq_cast_params copy = {.y = &to, .x = &from};
     VAE__RUN(m, cast, &copy);
@@ -609,7 +607,7 @@ static rocq_result vae__band_rows(const vae_model *m, const vae__banding *g, int
     const int64_t w = g->y->size[0], room = vae__room(m) / 8 * 7;
     int64_t all = 0;
     *rows = g->rows;
-    if (m->plan.limit == 0 || g->turns) return ROCQ_OK;
+    if (m->plan.limit == 0 || (g->turns && stop <= 2)) return ROCQ_OK;
     for (int32_t j = 0; j < stop; j++) {
         int64_t row;
         VAE__TRY(rocq_row_size(j == 0 ? m->stream : m->inner, w * g->convs[j]->m, &row));
@@ -627,12 +625,14 @@ static rocq_result vae__pass(vae_model *m, const vae__banding *g, int32_t stop) 
     const int64_t *size = g->y->size, h = size[1];
     const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
     const bool all = stop == g->n;
+    const bool shares = g->turns && stop <= 2, up = shares ? stop == 2 : g->up;
     const int32_t n_between = all ? stop - 1 : stop; // bands that have memory
     int64_t ahead[4], rows;
     vae__value band[4], brief;
     memset(&brief, 0, sizeof brief);
     VAE__TRY(vae__band_rows(m, g, stop, &rows));
     const int64_t n_bands = (h + rows - 1) / rows;
+    const int64_t ready = shares && stop == 2 ? h - (n_bands - 1) * rows : 0; // rows of band[0]
     for (int32_t j = stop - 1; j >= 0; j--) {
         ahead[j] = stop - 1 - j;
         if (g->convs[j]->upsample > 1) ahead[j] |= 1; // its rows begin at an odd one: vae__align
@@ -640,18 +640,19 @@ static rocq_result vae__pass(vae_model *m, const vae__banding *g, int32_t stop) 
     for (int32_t j = 0; j < n_between; j++) {
         const rocq_format format = g->doubles && j == 0 ? m->stream : m->inner;
         band[j] = g->shared;
-        if (g->turns && j == 0) continue;
-        VAE__TRY(vae__new_band(m, g, format, g->convs[j]->m, rows + stop, &band[j]));
+        band[j].span.at[1] = up ? h - band[j].span.n[1] : 0;
+        if (shares && j == 0) continue;
+        VAE__TRY(vae__new_band(m, g, format, g->convs[j]->m, rows + stop, up, &band[j]));
     }
     if (all && g->shortcut && !g->doubles) {
-        VAE__TRY(vae__new_band(m, g, m->stream, g->shortcut->m, rows, &brief));
+        VAE__TRY(vae__new_band(m, g, m->stream, g->shortcut->m, rows, up, &brief));
     }
     for (int64_t k = 0; k < n_bands; k++) {
         const int64_t done = k * rows, end = k == n_bands - 1 ? h : done + rows;
-        const vae__span o = vae__rows(size, done, end, g->up);
+        const vae__span o = vae__rows(size, done, end, up);
         const double flops = m->flops;
         for (int32_t j = 0; j < n_between; j++) {
-            const int64_t from = k == 0               ? (j == 0 ? g->ready : 0)
+            const int64_t from = k == 0               ? (j == 0 ? ready : 0)
                                  : done + ahead[j] < h ? done + ahead[j]
                                                        : h;
             const int64_t to = end + ahead[j] < h ? end + ahead[j] : h;
@@ -659,9 +660,9 @@ static rocq_result vae__pass(vae_model *m, const vae__banding *g, int32_t stop) 
             // result; else the row before the next convolution's is the first that is still read.
             int64_t first = j == stop - 1 || (all && g->doubles && j == 0) ? done : from;
             if (j < stop - 1 && done + ahead[j + 1] <= first) first = done + ahead[j + 1] - 1;
-            if (k > 0) VAE__TRY(vae__advance(m, &band[j], from, from - first, g->up));
+            if (k > 0) VAE__TRY(vae__advance(m, &band[j], from, from - first, up, shares));
             if (from == to) continue;
-            const vae__span part = vae__rows(size, from, to, g->up);
+            const vae__span part = vae__rows(size, from, to, up);
             const rocq_tensor t = vae__frames_of(&band[j], &part);
             VAE__TRY(vae__conv(m, g->convs[j], j == 0 ? g->x : &band[j - 1], &part, &t, NULL));
         }
@@ -675,23 +676,26 @@ static rocq_result vae__pass(vae_model *m, const vae__banding *g, int32_t stop) 
         m->flops += (double)(n_bands - 3) * (m->flops - flops);
         k = n_bands - 2; // the second stood for those up to the last
         for (int32_t j = 0; j < n_between; j++) {
-            band[j].span.at[1] += (g->up ? -1 : 1) * (n_bands - 3) * rows;
+            band[j].span.at[1] += (up ? -1 : 1) * (n_bands - 3) * rows;
         }
     }
     memcpy(m->stack.level, levels, sizeof levels);
     return ROCQ_OK;
 }
 
-// Where only the second convolution of two has a norm to be found, and the result may begin at
-// either end, the pass that finds it goes down and the one behind it up: it begins with the rows of
-// the last band, which are still there.
+// Two passes one behind the other, the first for a norm, turn: that one goes down and the next one
+// up, so it begins with the rows of the last band, which are still there. These are the first two
+// passes of a block of two convolutions: behind a doubling, for both of its norms; else for the
+// second one, since statistics of x need no pass, and for the result, if that may go up.
 static rocq_result vae__turn(vae_model *m, vae__banding *g) {
-    if (g->doubles || g->shortcut || g->n != 2 || g->convs[1]->norm != VAE__GROUP_NORM) {
-        return ROCQ_OK;
-    }
-    VAE__TRY(vae__band_rows(m, g, g->n, &g->rows));
+    const int32_t n = g->doubles ? 3 : 2;
+    bool turns = g->n == n && (g->doubles || !g->shortcut);
+    for (int32_t j = 1; j < n && turns; j++) turns = g->convs[j]->norm == VAE__GROUP_NORM;
+    if (!turns) return ROCQ_OK;
+    VAE__TRY(vae__band_rows(m, g, 2, &g->rows));
     g->turns = true;
-    return vae__new_band(m, g, m->inner, g->convs[0]->m, g->rows + g->n, &g->shared);
+    return vae__new_band(m, g, g->doubles ? m->stream : m->inner, g->convs[0]->m, g->rows + 2,
+                         false, &g->shared);
 }
 
 // Modules a to b - 1, a block, or a convolution that doubles positions and a block. The result is
@@ -738,13 +742,8 @@ static rocq_result vae__bands(vae_model *m, int32_t a, int32_t b, int32_t tile, 
         VAE__TRY(rocq_tensor_init(&y.full, &m->stack.buffer, at, m->stream, 4, ne));
         y.end = x->mark + bytes;
     }
+    if (g.doubles) m->stack.level[!x->side] = other; // both passes that turn are over
     if (y.end > m->stack.level[x->side]) m->stack.level[x->side] = y.end;
-    if (g.turns) {
-        const int64_t h = y.size[1], n = g.shared.span.n[1];
-        g.up = true;
-        g.ready = h - (h - 1) / g.rows * g.rows;
-        g.shared.span.at[1] = h - n;
-    }
     VAE__TRY(vae__pass(m, &g, g.n));
     m->stack.level[!x->side] = other;
     m->stack.level[x->side] = y.end;
