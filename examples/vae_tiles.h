@@ -568,9 +568,9 @@ static rocq_result vae__new_band(vae_model *m, const vae__banding *g, rocq_forma
     return vae__new(m, !g->x->side, format, c, size, &o, 1, band);
 }
 
-// Moves a band on to where its next rows, from row `at` on, follow the last `keep` before them; with
-// `within`, no further than to the last row of the value. Bands are longer than `keep`, so these
-// rows do not overlap their new places, and within it is at most one.
+// Moves a band on to where its next rows, from row `at` on, follow the last `keep` before them;
+// with `within`, no further than to the last row of the value. Bands are longer than `keep`, so
+// these rows do not overlap their new places, and with `within` there is at most one.
 static rocq_result vae__advance(vae_model *m, vae__value *band, int64_t at, int64_t keep, bool up,
                                 bool within) {
     const int64_t n = band->span.n[1], h = band->size[1], before = band->span.at[1];
