@@ -7,9 +7,10 @@
 // Tiles can be exact. What hides between the tiles of a GroupNorm network is its norms, whose mean
 // and variance are those of the whole picture. vae__segment finds them layer by layer: for each
 // norm it runs all tiles up to there, with as many positions around each as the convolutions reach,
-// and merges the moments. A block whose result is as large as its input or smaller can also run in
-// bands of rows that the result replaces (vae__bands): nothing but the input is whole then, and
-// nothing is computed twice but what its second norm looks at. vae__choose picks which values in
+// and merges the moments. A block can also run in bands of rows that the result replaces, alone or
+// with the convolution before it that doubles positions (vae__bands): nothing but the larger of
+// input and result is whole then, and computed twice is only what the norms behind the first look
+// at. vae__choose picks which values in
 // between are kept whole, so that this costs least. The norms of a video are of one position each:
 // behind its attention, whose value is kept whole, a tile with its halo goes through all chunks of
 // frames, with the frames that those share, and has the whole's bits wherever convolutions do not
@@ -517,8 +518,8 @@ static const vae_module *vae__block_of(const vae_model *m, int32_t a, int32_t b)
 }
 
 // Whether modules a to b - 1 can run so: a block of two convolutions or more, all of 3 x 3, to
-// which the input is added, or 1 x 1 of it with at most as many channels; with a convolution before
-// it that doubles positions, of any number. Values of a video go through in chunks instead.
+// which the input is added, or 1 x 1 of it with at most as many channels; or such a block behind a
+// convolution that doubles positions, also with more. Values of a video go through in chunks.
 static bool vae__bandable(const vae_model *m, int32_t a, int32_t b, int32_t tile) {
     const vae_module *mod = vae__block_of(m, a, b);
     if (!mod || m->video || tile * m->size[b][1] / m->full[1] < 4) return false; // vae__advance
