@@ -10,11 +10,10 @@
 // and merges the moments. A block can also run in bands of rows that the result replaces, alone or
 // with the convolution before it that doubles positions (vae__bands): nothing but the larger of
 // input and result is whole then, and computed twice is only what the norms behind the first look
-// at. vae__choose picks which values in
-// between are kept whole, so that this costs least. The norms of a video are of one position each:
-// behind its attention, whose value is kept whole, a tile with its halo goes through all chunks of
-// frames, with the frames that those share, and has the whole's bits wherever convolutions do not
-// depend on the size (on the CPU).
+// at. vae__choose picks which values in between are kept whole, so that this costs least. The
+// norms of a video are of one position each: behind its attention, whose value is kept whole, a
+// tile with its halo goes through all chunks of frames, with the frames that those share, and has
+// the whole's bits wherever convolutions do not depend on the size (on the CPU).
 
 #ifndef VAE_TILES_H
 #define VAE_TILES_H
