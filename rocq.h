@@ -920,7 +920,8 @@ typedef struct rocq_desc {
                                // 0 = the preset's, -1 = all. With a limit, priority is normal
     int32_t max_waves;         // for products with up to 8 columns, which take most of a token's
                                // time: most waves on a SIMD (it has room for 16), 4, 6 ... 14;
-                               // 0 = the preset's, -1 = any. Fewer leave registers for a renderer
+                               // 0 = the preset's, -1 = any. Fewer leave registers for a renderer.
+                               // With an adapter a block has a ninth wave, which does not count
     const char *rocm_path;     // two more folders in which rocq_open looks for the HIP runtime
     const char *hip_path;      // (>>contexts): absolute paths, or NULL. Meant for the environment's
                                // ROCM_PATH and HIP_PATH, which rocq does not read. NULL in

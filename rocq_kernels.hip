@@ -3436,12 +3436,12 @@ DEV matvec_low_b matvec_low_load(const rocq_k_lora *lora, int row, int rank0) {
     matvec_low_b b;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const u32x4 *const from =
-            (const u32x4 *)((const char *)lora[i].b + row * lora[i].b_stride) + rank0 / 8;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             b.v[i][h] = make4(0, 0, 0, 0);
-            if (rank0 + 8 * h < lora[i].rank) b.v[i][h] = gload(from + h);
+            if (rank0 + 8 * h >= lora[i].rank) continue; // b may be NULL
+            const char *const from = (const char *)lora[i].b + row * lora[i].b_stride;
+            b.v[i][h] = gload((const u32x4 *)from + rank0 / 8 + h);
         }
     }
     return b;

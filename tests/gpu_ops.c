@@ -2596,7 +2596,7 @@ static void test_graph_joins_low(void **state) {
         const bool in_place = i == 15, takes_t = i == 17; // t is its own residual, or that of y
         const int epilogue = i >= 25 ? i - 24 : 0; // of t, more than a gate in F32
         const int64_t k = i % 5 == 4 ? 4352 : i % 5 == 3 ? 4096 : i % 5 == 2 ? 2048 : 768;
-        const int64_t rank = over ? 344 : full ? 512 : i % 2 ? 16 : 8;
+        const int64_t rank = over ? 344 : full ? 512 : i % 2 ? 24 : 8;
         const int64_t all = rank * (pair ? 2 : n);
         const int64_t m = gates || takes_t ? all : pair || coded ? 96 : n == 3 ? 70 : k;
         box x = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1);
