@@ -24666,6 +24666,12 @@ static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
     return result;
 }
 
+// The scratch memory of a recorded op on the CPU; own is the context's.
+static void *rocq__node_scratch(const rocq_ctx *ctx, const rocq__node *node, void *own) {
+    const int64_t bytes = node->op->scratch_cpu(ctx, node->params);
+    return rocq__own_scratch(&node->lent, bytes) > 0 ? own : node->lent.address;
+}
+
 // Plans all ops into one block of memory: their stages, and behind these the structs that the
 // stages' args point to. A first pass over the ops counts both.
 static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
@@ -24678,7 +24684,8 @@ static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
     graph->stages = NULL;
     for (const rocq__node *node = graph->first; node; node = node->next) {
         const rocq__plan plan =
-            rocq__plan_cpu(ctx, node->op, node->params, scratch, ROCQ__WORTH_STEP, &one);
+            rocq__plan_cpu(ctx, node->op, node->params, rocq__node_scratch(ctx, node, scratch),
+                           ROCQ__WORTH_STEP, &one);
         n_stages += plan.n_stages;
         size += plan.used;
     }
@@ -24690,9 +24697,7 @@ static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__plan plan = {ctx, (char *)scratch, ROCQ__WORTH_STEP, graph->stages, 0,
                        memory + stages_size, 0};
     for (rocq__node *node = graph->first; node; node = node->next) {
-        const int64_t bytes = node->op->scratch_cpu(ctx, node->params);
-        const bool own = rocq__own_scratch(&node->lent, bytes) > 0;
-        plan.scratch = (char *)(own ? scratch : node->lent.address);
+        plan.scratch = (char *)rocq__node_scratch(ctx, node, scratch);
         node->stage = plan.stages + plan.n_stages;
         node->op->plan_cpu(&plan, node->op->id, node->params);
     }
@@ -29323,10 +29328,14 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     rocq_result result = ROCQ_OK;
     rocq__node *list = NULL, **end = &list;
     unsigned char *memory = NULL;
-    int64_t most = 1;
+    const rocq__lent now = ctx->lent;
+    int64_t most = 1, scratch = 0; // of ops with lent memory, which is not written yet
     for (rocq__node *node = graph->first; node && result == ROCQ_OK; node = node->next) {
         result = rocq__node_copy(ctx, node->op, node->params, end);
         if (result != ROCQ_OK) break;
+        if (node->lent.size > 0) {
+            scratch = ROCQ__MAX(scratch, node->op->scratch_cpu(ctx, node->params));
+        }
         rocq__stand_in_plan(graph, *end);
         const int64_t size = rocq__stand_in(*end, NULL);
         if (size > ROCQ__STAND_INS) {
@@ -29338,7 +29347,12 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
         end = &(*end)->next;
     }
     if (result == ROCQ_OK) {
-        memory = (unsigned char *)rocq__alloc_aligned(ctx, most, 256);
+        most = (most + 255) / 256 * 256;
+        memory = (unsigned char *)rocq__alloc_aligned(ctx, most + scratch, 256);
+        if (memory) {
+            ctx->lent.address = memory + most;
+            ctx->lent.size = scratch;
+        }
         if (!memory) result = rocq__fail(ctx, ROCQ_E_MEMORY, "warm: no memory to rehearse ops in");
     }
     while (result == ROCQ_OK) {
@@ -29352,6 +29366,7 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
         }
         if (rocq_time_ns() - start >= ROCQ__REHEARSAL_NS) break;
     }
+    ctx->lent = now;
     rocq__free(ctx, memory);
     while (list) {
         rocq__node *next = list->next;

@@ -276,7 +276,7 @@ static inline rocq_result vae_plan_encode(vae_model *m, const vae_request *job, 
 // rocq_desc.no_graphs is set. Graphs take a KiB of host memory an op, which no plan counts. Their
 // replays are not compared with the ops: rocq_warm would put aside twice all that they write, three
 // times the memory that is planned. But where it has refused a graph of the context, such as the
-// step of a language model, none are recorded.
+// step of a language model, none are recorded. What rocq_lend has lent is lent no longer then.
 static inline rocq_result vae_decode(vae_model *m, const vae_request *job);
 static inline rocq_result vae_encode(vae_model *m, const vae_request *job);
 static inline void vae_trim(vae_model *m);

@@ -304,6 +304,14 @@ static void vae__spans(const vae_conv *convs, int32_t n, const int64_t size[2], 
     }
 }
 
+// Whether a value of `less` channels less than x can replace it row by row, at either side of the
+// stack. That is cut in pieces of 256 bytes, so at its upper side a value may end up to 255 bytes
+// before its place does, and rows of the result may lie that much closer to rows of x that are
+// still to be read: rows must be shorter by as much. Values of one size end at the same byte.
+static bool vae__stays_clear(int64_t less, int64_t w) {
+    return less == 0 || (less > 0 && 2 * less * w >= 256);
+}
+
 // y = the shortcut of x, 1 x 1 of at most as many channels, over x, which ends with it. Rows of y
 // are no longer than those of x, so they go where rows have been read: from the end of the stack
 // that x lies at, first some through memory of their own, then twice as many, and so on. At its
@@ -366,7 +374,7 @@ static rocq_result vae__convs(vae_model *m, const vae_module *mod, const vae__va
     const bool free_x = stop <= 0 && !dest && x->owned && x->full.format == m->stream;
     const bool in_place = free_x && mod->residual == VAE__OF_INPUT;
     const bool shrinks = free_x && mod->residual == VAE__OF_SHORTCUT && m->inline_stats && n == 2 &&
-                         convs[n].m <= convs[n].c;
+                         vae__stays_clear(convs[n].c - convs[n].m, x->size[0]);
     const bool last_of_all = mod == &m->net->modules[m->net->n_modules - 1];
     const int64_t n_frames = x->full.ne[3] - x->room;
     const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
@@ -527,20 +535,15 @@ static bool vae__bandable(const vae_model *m, int32_t a, int32_t b, int32_t tile
         const vae_conv *c = &convs[j];
         if (c->k != 3 || c->pad != 1 || c->stride != 1 || c->upsample != 1) return false;
     }
-    // The stack is cut in pieces of 256 bytes, so at its upper side a value may end up to 255 bytes
-    // before its place does. Of two values that share a place, the result's rows, which replace
-    // those of x from one end on, may lie that much closer to rows of x that are still to be read
-    // than where both begin at the same byte. Values of one size end at the same byte; else there
-    // must be as many bytes between: what a row is shorter than one of x, or, where positions are
-    // doubled, the row of x that the bands are ahead. Then two rows of the result must be no
-    // shorter than one of x, so that they begin where x has not, and meet it at its end.
+    // Where positions are doubled, two rows of the result must be no shorter than one of x, so that
+    // they begin where x has not, and meet it at its end. The row of x that the bands are ahead is
+    // as long as vae__stays_clear asks for.
     const int64_t m_out = mod->residual == VAE__OF_SHORTCUT ? convs[mod->n].m : convs->c;
     if (b - a == 2) {
         const vae_conv *doubling = &m->net->convs[m->net->modules[a].first];
         return 4 * m_out >= doubling->c && 2 * doubling->c * m->size[a][0] >= 256;
     }
-    const int64_t less = convs->c - m_out;
-    return less == 0 || (less > 0 && 2 * less * m->size[a][0] >= 256);
+    return vae__stays_clear(convs->c - m_out, m->size[a][0]);
 }
 
 // Rows first to end - 1, counted from the last one if `up`.

@@ -537,6 +537,51 @@ static void in_bands(vae_model *m, vae_net *net, const vae_request *job, int32_t
     assert_int_equal(m->n_segments, n_segments);
 }
 
+// Small pictures, module by module, one of them in tiles, so that the values behind it lie at the
+// other end of the stack: a block whose result replaces its input row by row spoils none of it.
+static void test_sides(void **state) {
+    static const int32_t sizes[][2] = {{1, 15}, {2, 7}, {3, 5}};
+    (void)state;
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        const vae_options options = {.n_groups = 4};
+        rocq_ctx *ctx = open_context(0);
+        vae_model m;
+        vae_plan plan;
+        open_model(&m, ctx, "large", &options);
+        const int64_t area = (int64_t)sizes[i][0] * sizes[i][1];
+        const int64_t count = 3 * m.scale * m.scale * area, n_in = m.z * area;
+        float *in = floats(n_in), *whole = floats(count), *parts = floats(count);
+        for (int64_t j = 0; j < n_in; j++) in[j] = (float)(j * 7919 % 1009) / 1009;
+        vae_request job = {.width = sizes[i][0], .height = sizes[i][1], .tiling = VAE_WHOLE,
+                           .latents = in, .values = whole};
+        decode(&m, &job);
+        const int64_t room = 2 * m.plan.activation_bytes;
+        job.tiling = VAE_EXACT;
+        job.tile = 8;
+        job.values = parts;
+        for (int32_t k = 0; k < m.decoder.n_modules; k++) {
+            m.planned_net = NULL;
+            assert_int_equal(vae_plan_decode(&m, &job, &plan), ROCQ_OK);
+            m.plan.activation_bytes = room; // as in in_bands
+            m.n_segments = m.decoder.n_modules;
+            for (int32_t j = 0; j < m.n_segments; j++) {
+                m.segments[j].end = j + 1;
+                m.segments[j].bands = false;
+                m.segments[j].tile = j == k && vae__tileable(&m, j, j + 1) ? 8 : 0;
+            }
+            for (int64_t j = 0; j < count; j++) parts[j] = NAN;
+            decode(&m, &job);
+            assert_int_equal(m.n_segments, m.decoder.n_modules);
+            CLOSE(parts, whole, count, 4e-6);
+        }
+        vae_close(&m);
+        rocq_close(&ctx);
+        free(in);
+        free(whole);
+        free(parts);
+    }
+}
+
 static void test_bands(void **state) {
     static const struct {
         const char *name;
@@ -1917,6 +1962,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_exact_sizes),
         cmocka_unit_test(test_exact_small),
         cmocka_unit_test(test_exact_encoder),  cmocka_unit_test(test_bands),
+        cmocka_unit_test(test_sides),
         cmocka_unit_test(test_blend),          cmocka_unit_test(test_blend_video),
         cmocka_unit_test(test_blend_defaults),
         cmocka_unit_test(test_memory),         cmocka_unit_test(test_budgets),
