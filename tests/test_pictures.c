@@ -1167,6 +1167,7 @@ static void conv_refuses(void **state) {
     NO(p.pad_y = 3, ROCQ_E_ARGUMENT);
     NO(p.pad_x = -2, ROCQ_E_ARGUMENT);
     NO(p.pad_y = INT32_MIN, ROCQ_E_ARGUMENT);
+    NO(p.most_scratch = -1, ROCQ_E_ARGUMENT);
     NO(p.x_scale = 3, ROCQ_E_ARGUMENT);
     NO(p.x_scale = -2, ROCQ_E_ARGUMENT);
     NO(p.x_scale = NAN, ROCQ_E_ARGUMENT);
