@@ -2833,8 +2833,8 @@ enum {
     ROCQ_K_CONV_LDS_H = 32,     // conv_lds_128: rows of y of a block
     ROCQ_K_CONV_LDS_PATCH = (ROCQ_K_CONV_W + 2) * (ROCQ_K_CONV_LDS_H + 2), // most positions
     ROCQ_K_CONV_LDS_STAGES = 4, // steps of w in LDS
-    ROCQ_K_CONV_LDS_128_BYTES = // those, and two patches
-        128 * (ROCQ_K_CONV_LDS_STAGES * 129 + 2 * (ROCQ_K_CONV_LDS_PATCH + 1)),
+    ROCQ_K_CONV_LDS_128_BYTES = // those, two patches, and for two groups the sums of 64 positions
+        128 * (ROCQ_K_CONV_LDS_STAGES * 129 + 2 * (ROCQ_K_CONV_LDS_PATCH + 1)) + 2 * 64 * 68 * 4,
     ROCQ_K_BACKWARD_TILE = 128, // k and rows of a block of matmul_backward
     ROCQ_K_STATS_RUN = 128    // elements of a channel that a thread of norm_stats adds up
 };
@@ -3315,8 +3315,8 @@ typedef struct rocq_k_conv_args {
     int32_t x_activation, activation;
     float x_scale, y_scale;  // y_scale = 1 / x_scale
     int32_t tiles_m, tiles_x, tiles_y, n_splits;
-    int32_t n_blocks;        // conv_lds_64, conv_lds_16: blocks of the whole launch; folded: a
-                             // multiple of 4, since a block has tiles of one phase
+    int32_t n_blocks;        // conv_lds: blocks of the whole launch; of conv_lds_64 and 16, folded:
+                             // a multiple of 4, since a block has tiles of one phase
     int32_t w_ahead;         // and whether the launch ahead of this one leaves w alone
 } rocq_k_conv_args;
 
@@ -21344,9 +21344,10 @@ static void rocq__conv_operand_args(rocq_k_conv_args *args, const rocq_conv_para
 // conv while it loads x. The launch costs the bytes of reading x and writing the result in F16. The
 // blocks spend about 13 instructions on each element that they load, and load an element several
 // times: patches overlap (one with a halo has 1.4 times the positions of its tile), and each tile
-// of output channels has its own. And conv_lds_128 takes only what is so made: on an H100 that
-// brings 3 x 3 convolutions of 256 channels from 281 to 236 us. Those of 128 would gain a tenth,
-// for a copy as large as the largest value of a picture.
+// of output channels has its own. And conv_lds_128 takes only what is so made, which is worth the
+// copy from 256 channels of y on. The copy may be as large as the largest value of a picture, so
+// from 65 channels on it is made only where the program says that there is memory for it
+// (most_scratch), and where neither kernel splits K: so memory does not change the order of sums.
 static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
                             const rocq_k_conv_args *args, int64_t used) {
     const bool common = p->x_activation == ROCQ_ACT_IDENTITY || p->x_activation == ROCQ_ACT_SILU ||
@@ -21355,7 +21356,13 @@ static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
     if (!p->stats && p->x_activation == ROCQ_ACT_IDENTITY) return false;
     const int64_t copy = rocq__bytes(ROCQ_F16, rocq_tensor_count(p->x)) + 255;
     if (p->most_scratch > 0 && copy > p->most_scratch - used) return false;
-    const double faster = chip->lds_tiles && args->kw * args->kh >= 4 ? 1.5 : 1.0;
+    const bool lds = chip->lds_tiles && args->kw * args->kh >= 4;
+    const int64_t columns = ((int64_t)args->tiles_m << 2 * args->folded) * args->tiles_x;
+    const int64_t of_k = (int64_t)args->kt * args->slices; // patches
+    const bool whole =
+        rocq__conv_splits(2.0 * chip->n_units, columns * args->tiles_y, of_k, 16) == 1 &&
+        rocq__conv_splits(chip->n_units, columns * ((args->tiles_y + 1) / 2), of_k, 16) == 1;
+    const double faster = !lds ? 1.0 : whole && args->m > 64 && p->most_scratch > 0 ? 2.5 : 1.5;
     const double patches = (args->halo ? 1.4 : (double)args->kw * args->kh) * args->tiles_m *
                            (1 << 2 * (args->upsample + args->folded)) * args->kt /
                            (args->stride * args->stride);
@@ -21371,7 +21378,7 @@ static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
                        p->x_activation == ROCQ_ACT_IDENTITY;
     const int32_t taps = args->kw * args->kh;
     if (!chip->lds_tiles || args->c % 8 != 0 || !args->halo || !args->x_wide ||
-        !(pass || plain) || tiles > (double)(INT32_MAX / 2)) {
+        !(pass || plain) || tiles > (double)(INT32_MAX / 64)) {
         return -1;
     }
     if (args->m <= 64) {
@@ -21497,8 +21504,12 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
                      : tile_m == 64 ? ROCQ_K_conv_f32_64
                                     : ROCQ_K_conv_f32_16) +
                     (pass || p->x->format != ROCQ_F32);
-    rocq__job_launch(job, lds < 0 ? any : lds, tiles * args.n_splits, frames, lds < 0 ? 128 : 256,
-                     &args);
+    if (lds == ROCQ_K_conv_lds_128) {
+        args.n_blocks = (int32_t)ROCQ__MIN(tiles * args.n_splits * frames, chip->n_units);
+        rocq__job_launch(job, lds, args.n_blocks, 1, 256, &args);
+    } else {
+        rocq__job_launch(job, any, tiles * args.n_splits, frames, 128, &args);
+    }
     if (args.n_splits == 1) return;
     const double added = (double)rocq_tensor_count(p->y) * args.n_splits;
     const rocq__cost merge = {4.0 * added, added, 0.0};

@@ -9600,8 +9600,8 @@ DEV int32_t conv_column(const rocq_k_conv_args &a, const conv_place &p, int32_t 
 DEV int32_t conv_row(const rocq_k_conv_args &a, const conv_place &p, int32_t y) {
     return (y << a.folded) + p.phase_y;
 }
-DEV conv_place conv_place_of(const rocq_k_conv_args &a, int bm) {
-    const uint32_t block = a.common.block0 + block_index();
+// Of tile `block` of a frame, counted as the blocks of conv.
+DEV conv_place conv_place_at(const rocq_k_conv_args &a, int bm, uint32_t block, int32_t frame) {
     const uint32_t tiles_m = (uint32_t)a.tiles_m << 2 * a.folded;
     const uint32_t tile = block / tiles_m, row = tile / (uint32_t)a.tiles_x;
     const uint32_t own = block - tile * tiles_m, phase = a.folded ? own / (uint32_t)a.tiles_m : 0;
@@ -9611,8 +9611,11 @@ DEV conv_place conv_place_of(const rocq_k_conv_args &a, int bm) {
     p.ox0 = (int32_t)(tile - row * (uint32_t)a.tiles_x) * ROCQ_K_CONV_W;
     p.split = (int32_t)(row / (uint32_t)a.tiles_y);
     p.oy0 = (int32_t)(row - (uint32_t)p.split * (uint32_t)a.tiles_y) * ROCQ_K_CONV_H;
-    p.frame = (int32_t)block_index_z();
+    p.frame = frame;
     return p;
+}
+DEV conv_place conv_place_of(const rocq_k_conv_args &a, int bm) {
+    return conv_place_at(a, bm, a.common.block0 + block_index(), (int32_t)block_index_z());
 }
 
 // The activations of common layers, E elements at once; others are applied one element at a time.
@@ -10485,153 +10488,209 @@ KERNEL_AHEAD(conv_lds_16, rocq_k_conv_args, 128 * ROCQ_K_CONV_LDS_GROUPS, ROCQ_K
 }
 
 // conv_lds_128: tiles of 128 channels, 64 for each of two groups of four waves, by 8 columns and
-// ROCQ_K_CONV_LDS_H rows; four taps at least, 3 by 3 at most. A step is a tap and 64 channels. Its
-// products are begun before those of the step before are waited for, so that the block, which is
-// alone on its compute unit, always has work for the matrix unit. Both groups read the same
-// positions, so a clock of the matrix unit moves 100 bytes of LDS, of 128 at most; tiles of 128 by
-// 128 would move 133.
+// ROCQ_K_CONV_LDS_H rows; four taps at least, 3 by 3 at most. A step is a tap and
+// 64 channels. Its products are begun before those of the step before are waited for, so
+// that the block, which is alone on its compute unit, always has work for the matrix unit. Both
+// groups read the same positions, so a clock of the matrix unit moves 100 bytes of LDS, of 128 at
+// most; tiles of 128 by 128 would move 133.
+//
+// Blocks are at most as many as compute units, and each takes one tile after another: while it
+// multiplies the last patch of a tile, it copies the first one of the next. So a tile costs no
+// more than its steps and the time in which its sums become y.
 //
 // LDS has a ring of STAGES steps of w, copied AHEAD steps ahead, and two patches: while one is
 // multiplied, the next is copied into the other, a few positions with each step. That begins with
 // the second step, whose barrier says that all waves have multiplied the patch that was there
 // before. It ends with the last step but two, since the first step of the next patch waits for all
-// copies except those of the last steps.
+// copies except those of the last steps. Behind them each group has room for the sums of 64
+// positions, on their way to y.
 //
-// Geometry: 256 threads; blockIdx.x counts tiles_m fastest, then tiles_x, tiles_y and n_splits;
-// blockIdx.z frames.
+// Geometry: 256 threads; blockIdx.x counts n_blocks blocks; tiles are those of conv, counted by
+// frames last.
+enum {
+    CONV_LDS_W = 8 * (128 + 1), CONV_LDS_Z = 8 * (ROCQ_K_CONV_LDS_PATCH + 1), // chunks, halves
+    CONV_LDS_PASSES = 8 * ROCQ_K_CONV_LDS_H / 64 // positions of a tile by 64
+};
+// Begins the products of 16 N16 channels of a tap. Each form begins and ends a group of products by
+// itself: where the end followed a branch, ptxas made it a group of its own, and wait<1> waited for
+// the products.
+template <int N16, int TN>
+DEV void conv_lds_step(frag_c (&c)[TN], const f16 *w, const f16 *z, int line) {
+    wmma_lds_begin();
+#pragma unroll
+    for (int s = 0; s < N16; s++) {
+        wmma_lds(c, w + 2 * s * CONV_LDS_W, CONV_LDS_W / 8, 8, z + 2 * s * CONV_LDS_Z,
+                 CONV_LDS_Z / 8, line);
+    }
+    wmma_lds_end();
+}
+// A patch of a tile, and the one that a block multiplies next.
+struct conv_lds_patch {
+    int32_t tile, end; // of all tiles; behind the tile's last patch
+    conv_place p;
+    conv_step at;
+};
+DEV conv_lds_patch conv_lds_tile(const rocq_k_conv_args &a, int32_t tile) {
+    const uint32_t of_frame = ((uint32_t)a.tiles_m << 2 * a.folded) * (uint32_t)a.tiles_x *
+                              (uint32_t)a.tiles_y * (uint32_t)a.n_splits;
+    const uint32_t frame = (uint32_t)tile / of_frame;
+    conv_lds_patch n;
+    n.tile = tile;
+    n.p = conv_place_at(a, 128, (uint32_t)tile - frame * of_frame, (int32_t)frame);
+    n.p.oy0 *= ROCQ_K_CONV_LDS_H / ROCQ_K_CONV_H;
+    // Frames before x's first are zeros, so their patches are skipped, all but a split's last
+    const int32_t all = a.kt * a.slices, missing = (a.kt - 1 - a.past - n.p.frame) * a.slices;
+    const int32_t from = all * n.p.split / a.n_splits;
+    n.end = all * (n.p.split + 1) / a.n_splits;
+    n.at = conv_step_of(a, missing < from ? from : missing < n.end ? missing : n.end - 1);
+    return n;
+}
+DEV conv_lds_patch conv_lds_next(const rocq_k_conv_args &a, const conv_lds_patch &own) {
+    if (own.at.patch + 1 == own.end) return conv_lds_tile(a, own.tile + a.n_blocks);
+    conv_lds_patch n = own;
+    n.at = conv_step_of(a, own.at.patch + 1);
+    return n;
+}
+// A group's sums become y, 64 positions at a time, or the sums of a split.
+template <int TN>
+DEV void conv_lds_128_finish(const rocq_k_conv_args &a, const conv_place &p, frag_c (&c)[TN],
+                             float *work) {
+    const int t = (int)thread_index(), group = t / 128, own = t % 128;
+    const int32_t m0 = p.m0 + 64 * group, m = m0 + 8 * (own % 8);
+    const bool wide = a.n_splits == 1 && a.y_wide && conv_is_common(a.activation);
+    const bool stores = wide && m < a.m;
+    float bias[8];
+    conv_lds_bias(a, m, stores, bias);
+    conv_raw residual[4];
+    if (wide) conv_lds_residual(a, p, m, p.oy0, own, stores, residual);
+#pragma unroll 1
+    for (int i = 0; i < CONV_LDS_PASSES; i++) {
+        group_sync_lds(group); // the sums before are read
+#pragma unroll
+        for (int j = 0; j < CONV_LDS_PASSES; j++) {
+            if (j == i) conv_lds_put<4>(work, c + 4 * j);
+        }
+        group_sync_lds(group);
+        const int32_t oy0 = p.oy0 + 8 * i;
+        if (!wide) {
+            conv_lds_store_any(a, p, m0, oy0, own, work);
+            continue;
+        }
+        conv_lds_store(a, p, m, oy0, own, stores, residual, bias, work);
+        if (i + 1 < CONV_LDS_PASSES) {
+            conv_lds_residual(a, p, m, oy0 + 8, own, stores, residual);
+        }
+    }
+}
 DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
     enum {
-        W_CHUNK = 8 * (128 + 1), W_TILE = 8 * W_CHUNK, STAGES = ROCQ_K_CONV_LDS_STAGES,
-        AHEAD = STAGES - 2, CHUNK = 8 * (ROCQ_K_CONV_LDS_PATCH + 1), PATCH = 8 * CHUNK,
-        COPIES = (ROCQ_K_CONV_LDS_PATCH + 31) / 32, // of 32 positions, for a patch
-        N = 8 * ROCQ_K_CONV_LDS_H
+        W_TILE = 8 * CONV_LDS_W, STAGES = ROCQ_K_CONV_LDS_STAGES, AHEAD = STAGES - 2,
+        PATCH = 8 * CONV_LDS_Z, COPIES = (ROCQ_K_CONV_LDS_PATCH + 31) / 32 // of 32 positions
     };
-    static_assert(2 * (STAGES * W_TILE + 2 * PATCH) == ROCQ_K_CONV_LDS_128_BYTES, "LDS");
-    static_assert(2 * 4 * CONV_LDS_STRIDE * N <= ROCQ_K_CONV_LDS_128_BYTES, "sums of the tile");
+    static_assert(2 * (STAGES * W_TILE + 2 * PATCH) + 2 * 4 * CONV_LDS_STRIDE * 64 ==
+                  ROCQ_K_CONV_LDS_128_BYTES, "LDS");
     LDS_GRANTED(u32x4, tile, ROCQ_K_CONV_LDS_128_BYTES / 16);
     if (a.tiles_m == 0) return;
     const int t = (int)thread_index(), group = t / 128, vector = t % 8;
     f16 *const wt = (f16 *)tile, *const patches = wt + STAGES * W_TILE;
-    conv_place p = conv_place_of(a, 128);
-    p.oy0 *= ROCQ_K_CONV_LDS_H / ROCQ_K_CONV_H;
+    float *const work = (float *)(patches + 2 * PATCH) + group * 64 * CONV_LDS_STRIDE;
     const int n_taps = a.kw * a.kh;
+    const int32_t n_tiles = (a.tiles_m << 2 * a.folded) * a.tiles_x * a.tiles_y * a.n_splits *
+                            a.y.ne[3];
 
-    // Frames before x's first are zeros, so their patches are skipped
-    const int32_t all = a.kt * a.slices, missing = (a.kt - 1 - a.past - p.frame) * a.slices;
-    const int32_t from = all * p.split / a.n_splits, end = all * (p.split + 1) / a.n_splits;
-    const int32_t first = from < missing ? missing : from;
-
-    const uint32_t k = (uint32_t)(a.kt * n_taps * a.c);
-    const uint32_t w_last = (uint32_t)(a.m - p.m0 < 128 ? a.m - p.m0 : 128) - 1;
-    const char *const w = (const char *)a.w + (int64_t)(p.w_row + p.m0) * k * 2;
-    uint32_t rows[4]; // bytes
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const uint32_t r = (uint32_t)(t / 8 + 32 * i);
-        rows[i] = 2 * (r < w_last ? r : w_last) * k;
-    }
-    struct { int32_t patch, tap; int stage; } ahead = {first, 0, 0};
-    const auto load_w = [&]() {
-        if (ahead.patch < end) {
-            const int32_t s = ahead.patch / a.slices, slice = ahead.patch - s * a.slices;
-            const int32_t c = 64 * slice + 8 * vector;
-            const bool live = c < a.c;
-            const char *const at = w + (live ? 2 * ((s * n_taps + ahead.tap) * a.c + c) : 0);
-            u32x4 *const to = (u32x4 *)(wt + ahead.stage * W_TILE + vector * W_CHUNK) + t / 8;
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                copy_async(to + 32 * i, (const u32x4 *)(at + rows[i]), live);
-            }
-        }
-        ahead.stage = ahead.stage + 1 == STAGES ? 0 : ahead.stage + 1;
-        if (++ahead.tap == n_taps) ahead.tap = 0, ahead.patch++;
+    // Where a thread finds its vectors of w: rows t / 8, and every 32nd from there on
+    struct w_source {
+        const char *at; // of the first tap
+        uint32_t live;  // bits
     };
-    conv_step next = conv_step_of(a, first); // whose patch is being copied
-    conv_patch source = conv_patch_of(a, p, next);
-    const auto load_z = [&](int begin, int n) {
-        const int32_t c = 64 * next.slice + 8 * vector;
+    const uint32_t k = (uint32_t)(a.kt * n_taps * a.c), apart = 64 * k; // bytes
+    const auto w_of = [&](const conv_lds_patch &n) {
+        w_source from = {(const char *)a.w, 0};
+        const int32_t row = n.p.m0 + t / 8;
+        if (n.tile >= n_tiles || 64 * n.at.slice + 8 * vector >= a.c) return from;
+        from.at += 2 * ((int64_t)(n.p.w_row + row) * k + n.at.k + 8 * vector);
+#pragma unroll
+        for (int i = 0; i < 4; i++) from.live |= (uint32_t)(row + 32 * i < a.m) << i;
+        return from;
+    };
+    const auto load_w = [&](const char *at, uint32_t rows, int tap, int stage) {
+        u32x4 *const to = (u32x4 *)(wt + stage * W_TILE + vector * CONV_LDS_W) + t / 8;
+        if (rows) at += 2 * tap * a.c;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const bool live = rows >> i & 1;
+            copy_async(to + 32 * i, (const u32x4 *)(at + (live ? i * apart : 0)), live);
+        }
+    };
+    const auto load_z = [&](const conv_lds_patch &n, const conv_patch &from, f16 *patch, int begin,
+                            int count) {
+        const int32_t c = 64 * n.at.slice + 8 * vector;
         const bool live = c < a.c;
-        f16 *const to = patches + ((next.patch - first) & 1) * PATCH + vector * CHUNK;
-        for (int i = begin; i < begin + n && i < COPIES; i++) {
+        for (int i = begin; i < begin + count && i < COPIES; i++) {
             const int q = t / 8 + 32 * i;
             if (q >= a.patch_n) break;
-            const conv_position at = conv_position_of(a, source, q);
-            const char *row = source.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
-            copy_async((u32x4 *)(to + 8 * q), (const u32x4 *)row + (live ? c / 8 : 0),
-                       at.inside && live);
+            const conv_position at = conv_position_of(a, from, q);
+            const char *row = from.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
+            copy_async((u32x4 *)(patch + vector * CONV_LDS_Z) + q,
+                       (const u32x4 *)row + (live ? c / 8 : 0), at.inside && live);
         }
     };
     const int per_step = (COPIES + n_taps - 4) / (n_taps - 3);
-    if (first < end) load_z(0, COPIES);
+
+    conv_lds_patch own = conv_lds_tile(a, (int32_t)(a.common.block0 + block_index()));
+    w_source w = w_of(own);
     for (int i = 0; i < AHEAD; i++) {
-        load_w();
+        load_w(w.at, w.live, i, i);
+        if (i == 0) load_z(own, conv_patch_of(a, own.p, own.at), patches, 0, COPIES);
         copies_close();
     }
-    frag_c c[1][N / 16];
-    matmul_clear(c);
-    int stage = 0;
+    frag_c c[1][4 * CONV_LDS_PASSES];
+    int stage = 0, ahead = AHEAD; // stages: of the step, and of the one AHEAD steps ahead
+    f16 *patch = patches, *other = patches + PATCH;
+    bool more = true;
 #pragma unroll 1
-    for (int32_t patch = first; patch < end; patch++) {
-        const f16 *z = patches + ((patch - first) & 1) * PATCH;
-        const int32_t left = (a.c - patch % a.slices * 64 + 15) / 16;
-        next = conv_step_of(a, patch + 1);
-        source = conv_patch_of(a, p, next);
-        int column = 0;
+    while (more) {
+        matmul_clear(c);
+        const conv_place p = own.p;
+        bool last = false;
 #pragma unroll 1
-        for (int tap = 0; tap < n_taps; tap++) {
-            copies_wait<AHEAD - 1>();
-            lds_written();
-            block_sync_lds();
-            const f16 *const own_w = wt + stage * W_TILE + 64 * 8 * group;
-            wmma_lds_begin();
-            if (left >= 4) {
-#pragma unroll
-                for (int s = 0; s < 4; s++) {
-                    wmma_lds(c[0], own_w + 2 * s * W_CHUNK, W_CHUNK / 8, 8, z + 2 * s * CHUNK,
-                             CHUNK / 8, a.patch_w);
-                }
-            } else {
+        while (!last) {
+            const conv_lds_patch next = conv_lds_next(a, own);
+            const w_source next_w = w_of(next);
+            const conv_patch from = conv_patch_of(a, next.p, next.at);
+            const int32_t left = a.c - 64 * own.at.slice;
+            last = next.tile != own.tile;
+            more = next.tile < n_tiles;
+            const f16 *z = patch;
+            int column = 0;
 #pragma unroll 1
-                for (int s = 0; s < left; s++) {
-                    wmma_lds(c[0], own_w + 2 * s * W_CHUNK, W_CHUNK / 8, 8, z + 2 * s * CHUNK,
-                             CHUNK / 8, a.patch_w);
-                }
+            for (int tap = 0; tap < n_taps; tap++) {
+                copies_wait<AHEAD - 1>();
+                lds_written();
+                block_sync_lds();
+                const f16 *const own_w = wt + stage * W_TILE + 64 * 8 * group;
+                if (left > 32) conv_lds_step<4>(c[0], own_w, z, a.patch_w);
+                else conv_lds_step<2>(c[0], own_w, z, a.patch_w);
+                wmma_lds_wait<1>();
+                const bool same = tap + AHEAD < n_taps;
+                load_w(same ? w.at : next_w.at, same ? w.live : next_w.live,
+                       tap + AHEAD - (same ? 0 : n_taps), ahead);
+                if (tap > 0 && more) load_z(next, from, other, (tap - 1) * per_step, per_step);
+                copies_close();
+                stage = stage + 1 == STAGES ? 0 : stage + 1;
+                ahead = ahead + 1 == STAGES ? 0 : ahead + 1;
+                z += 8;
+                if (++column == a.kw) column = 0, z += 8 * (a.patch_w - a.kw);
             }
-            wmma_lds_end();
-            wmma_lds_wait<1>();
-            load_w();
-            if (tap > 0 && patch + 1 < end) load_z((tap - 1) * per_step, per_step);
-            copies_close();
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
-            z += 8;
-            if (++column == a.kw) column = 0, z += 8 * (a.patch_w - a.kw);
+            own = next;
+            w = next_w;
+            f16 *const free = patch;
+            patch = other, other = free;
         }
+        wmma_lds_wait();
+        conv_lds_128_finish(a, p, c[0], work);
     }
-    wmma_lds_wait();
     copies_wait<0>();
-    block_sync_lds();
-
-    const int own = t % 128;
-    const int32_t m0 = p.m0 + 64 * group, m = m0 + 8 * vector;
-    const bool wide = a.n_splits == 1 && a.y_wide && conv_is_common(a.activation);
-    const bool stores = wide && m < a.m;
-    float *const work = (float *)tile + group * N * CONV_LDS_STRIDE;
-    float bias[8];
-    conv_lds_bias(a, m, stores, bias);
-    conv_lds_put<N / 16>(work, c[0]);
-    group_sync_lds(group);
-#pragma unroll 1
-    for (int i = 0; i < N / 64; i++) {
-        const int32_t oy0 = p.oy0 + 8 * i;
-        const float *const sums = work + 64 * i * CONV_LDS_STRIDE;
-        if (!wide) {
-            conv_lds_store_any(a, p, m0, oy0, own, sums);
-            continue;
-        }
-        conv_raw residual[4];
-        conv_lds_residual(a, p, m, oy0, own, stores, residual);
-        conv_lds_store(a, p, m, oy0, own, stores, residual, bias, sums);
-    }
 }
 KERNEL_WAVES(conv_lds_128, rocq_k_conv_args, 256, 2) {
     if constexpr (WMMA_TILES) conv_lds_128_run(a);

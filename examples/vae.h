@@ -98,7 +98,7 @@ typedef struct vae_plan {
     int64_t weight_bytes;    // of those; activations and what ops need beside them; and what the
     int64_t activation_bytes, scratch_bytes; // context has as scratch memory, or needs to load
     int32_t n_streamed;      // convolutions whose weights are read anew, see vae_options.stream
-    int64_t limit;           // of activation_bytes, for most_scratch of convolutions; 0 = none
+    int64_t limit;           // of activation_bytes, for most_scratch of convolutions
     int64_t smallest_bytes;  // the smallest memory_budget that would do, tiles being free
     double flops;            // of convolutions and attention; of exact tiles a little too many
     double whole_flops;
@@ -667,6 +667,10 @@ static rocq_result vae__try(vae_model *m, vae_tiling tiling, int32_t tile, int32
         m->plan.limit = tiling == VAE_EXACT ? m->limit : 0;
         m->plan.n_chunks = n_chunks;
         VAE__TRY(vae__measure_plan(m, base));
+        if (tiling != VAE_EXACT) { // again: now ops may take what lies free below the peak
+            m->plan.limit = m->plan.activation_bytes + 255; // which an op keeps for alignment
+            VAE__TRY(vae__measure_plan(m, base));
+        }
         if (m->plan.peak_bytes < *least) *least = m->plan.peak_bytes;
         *fits = budget == 0 || m->plan.peak_bytes <= budget;
         if (*fits) return ROCQ_OK;

@@ -1895,6 +1895,34 @@ static void check_conv_ahead(void) {
     rocq_buffer_free(gpu, &memory);
 }
 
+// A norm before a conv of 128 channels is computed beforehand only where memory for it is allowed,
+// and not where K would be split: eight tiles fill two units, but not ten.
+static void check_conv_beforehand(void) {
+    rocq__chip *chip = &gpu->gpu->chip;
+    const rocq__chip before = *chip;
+    box w = box_make(BOX_PLAIN, ROCQ_F16, 9 * 512, 128, 1, 1);
+    box x = box_random(BOX_PLAIN, ROCQ_F16, 1, 512, 16, 64, 1);
+    box y = box_make(BOX_PLAIN, ROCQ_F16, 128, 16, 64, 1);
+    box stats = box_random(BOX_PLAIN, ROCQ_F32, 1, 2, 32, 1, 1);
+    random_weights(&w);
+    chip->bytes_per_us = 3.35e6, chip->flops_per_us = 67e6; // as an H100 has them
+    for (int i = 0; i < 4; i++) {
+        const int64_t copy = 2 * rocq_tensor_count(&x.t) + 255;
+        const rocq_conv_params p = {.y = &y.t, .w = &w.t, .x = &x.t, .stats = &stats.t, .kw = 3,
+                                    .kh = 3, .x_activation = ROCQ_ACT_SILU,
+                                    .most_scratch = i == 0 ? 0 : i == 1 ? copy - 1 : copy};
+        chip->n_units = i == 3 ? 10 : 2;
+        const int64_t made = gpu->gpu->launches[ROCQ_K_conv_input];
+        const int64_t straight = gpu->gpu->launches[ROCQ_K_conv_lds_128];
+        compare(ROCQ_OP_CONV, &p, &y, 0, say("conv with norm, scratch %d", i));
+        assert_int_equal(gpu->gpu->launches[ROCQ_K_conv_input] - made, i == 2);
+        assert_int_equal(gpu->gpu->launches[ROCQ_K_conv_lds_128] - straight, i == 2);
+    }
+    *chip = before;
+    boxes_free(&w, &x, &y);
+    box_free(&stats);
+}
+
 // The kernels named conv_lds: whole and ragged tiles, several a block, frames, splits, channels by
 // eight and one by one, and shapes that they leave to the others. The stand-in has them, although
 // its chip does not take them.
@@ -1980,6 +2008,7 @@ static void test_conv_lds(void **state) {
     }
     gpu->gpu->chip.n_units = n_units;
     check_conv_ahead();
+    check_conv_beforehand();
     gpu->gpu->chip.lds_tiles = first;
     random_state = state_before;
     assert_true(gpu->gpu->launches[ROCQ_K_conv_lds_64] > launches[0]);
