@@ -3535,12 +3535,15 @@ enum {
 #define ROCQ_K_LDS_TILES(X, a)                                            \
     X(a, 256, 256, 128, 4, 2, 1) X(a, 192, 192, 128, 5, 3, 1) X(a, 128, 128, 64, 3, 2, 3) \
     X(a, 128_deep, 128, 64, 8, 6, 1) X(a, 64, 64, 64, 4, 2, 3)
-// Those of the forward product, the last of which the backward does not have.
-#define ROCQ_K_LDS_FORWARD_TILES(X, a) ROCQ_K_LDS_TILES(X, a) X(a, 128_wide, 128, 128, 6, 4, 1)
+// Those of the forward product, the last three of which the backward does not have. In the last two
+// a group of four waves has 128 rows of the tile instead of 64.
+#define ROCQ_K_LDS_FORWARD_TILES(X, a)                                       \
+    ROCQ_K_LDS_TILES(X, a) X(a, 128_wide, 128, 128, 6, 4, 1)                 \
+    X(a, 192_tall, 192, 256, 4, 2, 1) X(a, 224_tall, 224, 256, 3, 2, 1)
 // The same for weights that are decoded into LDS: X(a, b, columns, rows, steps, ahead, blocks).
 #define ROCQ_K_LDS_DECODED_TILES(X, a, b) \
     X(a, b, 256, 128, 4, 2, 1) X(a, b, 128, 128, 3, 1, 2) X(a, b, 128, 64, 4, 2, 2)
-#define ROCQ_K_LDS_THREADS(rows) (2 * (rows))
+#define ROCQ_K_LDS_THREADS(rows) ((rows) > 128 ? (rows) : 2 * (rows))
 #define ROCQ_K_LDS_BYTES(columns, rows, steps) (128 * (steps) * ((columns) + (rows)))
 #define ROCQ_K_MATMUL_LDS(X, name, columns, rows, steps, ahead, blocks) \
     X(matmul_lds_##name, rocq_k_matmul_args, ROCQ_K_LDS_THREADS(rows))
@@ -18806,7 +18809,8 @@ static const rocq__lds_tile rocq__lds_tiles[] = {
 };
 enum {
     ROCQ__LDS_FORWARD_TILES = (int)(sizeof rocq__lds_tiles / sizeof rocq__lds_tiles[0]),
-    ROCQ__LDS_TILES = ROCQ__LDS_FORWARD_TILES - 1
+    ROCQ__LDS_HALVES_TILES = ROCQ__LDS_FORWARD_TILES - 2, // where w is decoded to F16 first
+    ROCQ__LDS_TILES = ROCQ__LDS_FORWARD_TILES - 3         // of the backward
 };
 
 // The same for weights that are decoded into LDS; matmul is the kernel of the first such format.
@@ -19977,10 +19981,18 @@ static void rocq__k_move(rocq_k_tensor *t, int64_t i2, int64_t i3) {
 // The rule for a matvec chooses k_waves, the number of waves that divide the K of a row among them.
 // Memory works at full rate while latency x bandwidth bytes are in flight. A wave has one step of
 // its four rows in flight: for each lane a unit of each row, or 16 bytes of plain formats. So K is
-// divided until all waves together reach that, but never so far that a step is not full. On an H200
-// with this latency the rule takes the fastest of 1, 2, 4 and 8, or one at most 4% behind, for
-// Q4_0, Q8_0, Q4_K, Q5_K, Q6_K and F16 of 4096 x 4096, 14336 x 4096 and 4096 x 14336, n = 1.
+// divided until all waves together reach that, but never so far that a step is not full.
+// On an H200 with this latency that takes the fastest of 1, 2, 4 and 8, or one at most 4% behind,
+// for Q4_0, Q8_0, Q4_K, Q5_K, Q6_K and F16 of 4096 x 4096, 14336 x 4096 and 4096 x 14336, n = 1.
+// On an H100, whose units share a slower memory, even work for the units counts instead: K is
+// divided until a unit has ROCQ__MATVEC_HELD waves, and in plain formats, whose waves are light, as
+// long as a wave keeps four steps. For 21 formats of these sizes that takes the fastest, or one at
+// most 5% behind, but for Q5_K of 14336 x 4096 (8%).
 enum { ROCQ__LATENCY_NS = 950 }; // of a load from busy memory; 240 from idle memory on a 7900 XTX
+enum {
+    ROCQ__MATVEC_HELD = 14,   // waves of a unit
+    ROCQ__MATVEC_RATE = 30000 // bytes of memory in a microsecond for a unit: H100 25e3, H200 37e3
+};
 
 // Elements of a row that a wave takes in one step.
 static int32_t rocq__matvec_step(const rocq__site *s) {
@@ -19996,12 +20008,15 @@ static double rocq__matvec_flight(const rocq__site *s) {
 }
 
 static rocq_launch_config rocq__rule_matvec(const rocq__chip *chip, const rocq__site *s) {
-    const double enough = chip->bytes_per_us * (double)ROCQ__LATENCY_NS / 1000.0;
-    const double each = rocq__matvec_flight(s);
+    const bool even = !chip->target && chip->bytes_per_us < ROCQ__MATVEC_RATE * chip->n_units;
+    const double enough = even ? (double)ROCQ__MATVEC_HELD * chip->n_units
+                               : chip->bytes_per_us * (double)ROCQ__LATENCY_NS / 1000.0;
+    const double each = even ? (double)s->m / ROCQ_K_MATVEC_ROWS : rocq__matvec_flight(s);
     const int32_t step = rocq__matvec_step(s);
+    const bool light = even && s->format >= 0 && rocq__is_plain((rocq_format)s->format);
     rocq_launch_config config = {1, 0, 0};
-    while (config.k_waves < ROCQ_K_MATVEC_WAVES && each * config.k_waves < enough &&
-           s->k >= step * config.k_waves * 2) {
+    while (config.k_waves < ROCQ_K_MATVEC_WAVES && s->k >= step * config.k_waves * 2 &&
+           (each * config.k_waves < enough || (light && s->k >= step * config.k_waves * 8))) {
         config.k_waves *= 2;
     }
     return config;
@@ -20243,9 +20258,14 @@ static rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq__s
 // tile of the forward product were not timed but fitted: the estimates of the other tiles are too
 // short for 14 shapes that were measured, for which the choice so takes 4.5% longer than the best.
 typedef struct rocq__lds_pace { double work, step, ends; } rocq__lds_pace;
-static const rocq__lds_pace rocq__lds_paces[ROCQ__LDS_FORWARD_TILES] = {
+static const rocq__lds_pace rocq__lds_paces[ROCQ__LDS_HALVES_TILES] = {
     {780.0, 416.0, 4530.0}, {623.0, 383.0, 3680.0}, {272.0, 280.0, 2470.0},
     {286.0, 239.0, 2200.0}, {194.0, 224.0, 1940.0}, {430.0, 380.0, 3000.0}};
+// The same for products of weights of 16 bits, fitted to an H100.
+static const rocq__lds_pace rocq__lds_forward_paces[ROCQ__LDS_FORWARD_TILES] = {
+    {895.0, 895.0, 600.0}, {745.0, 745.0, 600.0}, {387.0, 490.0, 600.0},
+    {318.0, 318.0, 1000.0}, {253.0, 432.0, 600.0}, {515.0, 515.0, 650.0},
+    {1188.0, 1188.0, 850.0}, {1388.0, 1388.0, 950.0}};
 static const rocq__lds_pace rocq__lds_decoded_paces[ROCQ__LDS_DECODED] = {
     {1000.0, 1600.0, 3300.0}, {820.0, 1050.0, 3330.0}, {540.0, 850.0, 3670.0}};
 
@@ -20256,11 +20276,11 @@ typedef struct rocq__lds_use {
     double in_l2;      // operands of up to so many bytes are taken to be in L2 before
     int32_t most;      // splits of K
 } rocq__lds_use;
-// Products of weights of 16 bits, which are in no cache: with the paces below, which were fitted
-// for backward, the tile that is chosen for 56 shapes of 1024 to 14336 rows and 48 to 512 columns
-// takes 1.7% longer than the fastest on an H100, and 14% at most. merge_ns and merge_rate are not
+// Products of weights of 16 bits, which are in no cache: with rocq__lds_forward_paces the tile that
+// is chosen for the 37 shapes to which they were fitted, 1024 to 28672 rows and 64 to 1024 columns,
+// takes 0.3% longer than the fastest on an H100, and 4% at most. merge_ns and merge_rate are not
 // what a merge takes, but less, since the blocks of a split wait for w beside others.
-static const rocq__lds_use rocq__lds_forward = {1000.0, 8000.0, 0.0, 8};
+static const rocq__lds_use rocq__lds_forward = {300.0, 2200.0, 0.0, 8};
 // Weights that are decoded into LDS, or to F16 just before.
 static const rocq__lds_use rocq__lds_decoding = {2000.0, 1700.0, 48e6, 8};
 static const rocq__lds_use rocq__lds_backward = {2000.0, 12240.0, 48e6, 16}; // dx, dw
@@ -20377,7 +20397,7 @@ static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, con
     }
     site.format = (int32_t)ROCQ_F16;
     const rocq__lds_tile *best =
-        rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_FORWARD_TILES, &site,
+        rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_HALVES_TILES, &site,
                        &rocq__lds_decoding, -1, &splits, &own_ns);
     own_ns += 2000.0 + 1e3 * bytes / chip->bytes_per_us;
     if (own_ns >= (w->format == ROCQ_NVFP4 ? 1.9 : 1.2) * ns) return false;
@@ -20423,8 +20443,9 @@ static rocq__tiles rocq__tiles_lds(const rocq__chip *chip, const rocq_tensor *w,
     const rocq__lds_tile *tile =
         decoded ? rocq__lds_best(chip, rocq__lds_decoded, rocq__lds_decoded_paces,
                                  ROCQ__LDS_DECODED, site, &rocq__lds_decoding, -1, &t.n_splits, &ns)
-                : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_FORWARD_TILES,
-                                 site, &rocq__lds_forward, -1, &t.n_splits, &ns);
+                : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_forward_paces,
+                                 ROCQ__LDS_FORWARD_TILES, site, &rocq__lds_forward, -1,
+                                 &t.n_splits, &ns);
     *halves = decoded && rocq__takes_halves(chip, w, site, ns, &tile, &t.n_splits);
     t.kernel = tile->matmul;
     if (decoded && !*halves) {

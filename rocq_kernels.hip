@@ -499,6 +499,9 @@ WMMA_64(64, WMMA_10() WMMA_10(1) WMMA_10(2) "%30, %31", "%32, %33, 1, 1, 1, %34,
 WMMA_64(128, WMMA_60 "%60, %61, %62, %63", "%64, %65, 1, 1, 1, %66, %67;", WMMA_4C(0), WMMA_4C(4))
 WMMA_64(192, WMMA_60 WMMA_10(6) WMMA_10(7) WMMA_10(8) "%90, %91, %92, %93, %94, %95",
         "%96, %97, 1, 1, 1, %98, %99;", WMMA_4C(0), WMMA_4C(4), WMMA_4C(8))
+WMMA_64(224, WMMA_60 WMMA_10(6) WMMA_10(7) WMMA_10(8) WMMA_10(9) WMMA_10(10)
+        "%110, %111", "%112, %113, 1, 1, 1, %114, %115;", WMMA_4C(0), WMMA_4C(4), WMMA_4C(8),
+        WMMA_C(12), WMMA_C(13))
 WMMA_64(256, WMMA_60 WMMA_10(6) WMMA_10(7) WMMA_10(8) WMMA_10(9) WMMA_10(10) WMMA_10(11)
         "%120, %121, %122, %123, %124, %125, %126, %127", "%128, %129, 1, 1, 1, %130, %131;",
         WMMA_4C(0), WMMA_4C(4), WMMA_4C(8), WMMA_4C(12))
@@ -4936,13 +4939,15 @@ ROCQ_K_ALL_FORMATS(ROCQ_X, )
 // innermost in memory of the result, and in each operand r is innermost or, transposed, its rows.
 // Elsewhere these kernels are empty, and no launch has them.
 //
-// A tile is BM rows, 64 for each group of four waves, by BN columns; a step is 64 of r. LDS is a
-// ring of STAGES steps, which are copied unchanged, asynchronously and AHEAD steps ahead. With
+// A tile is BM rows, 64 or 128 for each group of four waves, by BN columns; a step is 64 of r. LDS
+// is a ring of STAGES steps, which are copied unchanged, asynchronously and AHEAD steps ahead. With
 // AHEAD = STAGES - 2 a step's products are begun before the wait for those of the step before, so
 // that a block that is alone on its compute unit always has work for the matrix unit; with
-// STAGES - 1 they are waited for at once, while other blocks multiply. Eight threads copy a line of
+// STAGES - 1 they are waited for at once, while other blocks multiply, or, with 128 rows a group, a
+// second barrier says that the stage of the step before is free. Eight threads copy a line of
 // 64 elements, with zeros past the last r and row, where nothing is read. A launch asks for the
-// LDS, ROCQ_K_LDS_BYTES; the epilogue uses the same. On an H200 410 to 640 TFLOPS from 4096 rows.
+// LDS, ROCQ_K_LDS_BYTES; the epilogue uses the same. On an H100 128 tiles of 224 x 256, K = 4096,
+// one on each compute unit, take 96 us with their epilogue, 620 TFLOPS.
 struct lds_operand {
     const char *data; // the tile's first row at r 0
     int64_t stride;   // bytes from row to row; transposed: from r to r
@@ -4979,12 +4984,14 @@ DEV void lds_load(const lds_operand &from, int32_t r0, int32_t n_r, f16 *to) {
     }
 }
 
-// beside(tile of a) is called while a step's products run, before the wait for them.
-template <bool A_TURNED, bool B_TURNED, int BM, int BN, int STAGES, int AHEAD,
-          typename F>
-DEV void lds_multiply(frag_c (&c)[BN / 16], const lds_operand &a, const lds_operand &b, int32_t n_r,
-                      uint32_t begin, uint32_t end, f16 *tiles, F beside) {
-    enum { THREADS = 2 * BM, STEP = 64 * (BM + BN) };
+// Each group of four waves has TM times 64 rows of the tile, in c[0], c[1] and so on: groups take
+// turns at 64 rows. beside(tile of a) is called while a step's products run, before the wait.
+// There is a step at least: beside a path around the loop, on which c stays 0, ptxas would wait for
+// each product at once (its message C7515), and the loop would take 1.4 times as long.
+template <bool A_TURNED, bool B_TURNED, int BM, int BN, int STAGES, int AHEAD, int TM, typename F>
+DEV void lds_multiply(frag_c (&c)[TM][BN / 16], const lds_operand &a, const lds_operand &b,
+                      int32_t n_r, uint32_t begin, uint32_t end, f16 *tiles, F beside) {
+    enum { THREADS = 2 * BM / TM, STEP = 64 * (BM + BN), LATE = TM > 1 && AHEAD == STAGES - 1 };
     int stage = 0, free = 0;
     uint32_t ahead = begin;
     const auto load = [&]() {
@@ -4999,7 +5006,7 @@ DEV void lds_multiply(frag_c (&c)[BN / 16], const lds_operand &a, const lds_oper
     };
     for (int i = 0; i < AHEAD; i++) load();
 #pragma unroll 1
-    for (uint32_t step = begin; step < end; step++) {
+    do {
         const f16 *const a_tile = tiles + stage * STEP;
         copies_wait<AHEAD - 1>();
         lds_written();
@@ -5007,15 +5014,23 @@ DEV void lds_multiply(frag_c (&c)[BN / 16], const lds_operand &a, const lds_oper
         wmma_lds_begin();
 #pragma unroll
         for (int s = 0; s < 4; s++) {
-            wmma_tile<A_TURNED, B_TURNED>(c, a_tile + matmul_wave() / 4 * 4096,
-                                          a_tile + 64 * BM, s);
+#pragma unroll
+            for (int i = 0; i < TM; i++) {
+                wmma_tile<A_TURNED, B_TURNED>(
+                    c[i], a_tile + (matmul_wave() / 4 + i * (THREADS / 128)) * 4096,
+                    a_tile + 64 * BM, s);
+            }
         }
         wmma_lds_end();
+        if constexpr (LATE) {
+            wmma_lds_wait<1>();
+            block_sync_lds();
+        }
         load();
         beside(a_tile);
-        wmma_lds_wait<STAGES - 1 - AHEAD>();
+        if constexpr (!LATE) wmma_lds_wait<STAGES - 1 - AHEAD>();
         stage = stage + 1 == STAGES ? 0 : stage + 1;
-    }
+    } while (++begin < end);
     wmma_lds_wait();
     copies_wait<0>();
     block_sync_lds();
@@ -5027,11 +5042,11 @@ DEV void lds_multiply(frag_c (&c)[BN / 16], const lds_operand &a, const lds_oper
 // used: load(row, col) loads the up to three quads (bias, residual ...) that the quad there needs,
 // and store(row, col, loaded, sums) computes and stores it.
 struct lds_loaded { u32x4 quad[3]; };
-template <int BN, typename L, typename S>
-DEV void lds_finish(const frag_c (&c)[BN / 16], float *work, L load, S store) {
-    enum { STRIDE = BN + 8, QUADS = BN / 4, AHEAD = 4 };
-    const int wave = matmul_wave();
-    work += wave * 16 * STRIDE;
+// lds_put writes the sums to LDS and returns where the wave's are; behind a wave_sync,
+// lds_finish_rows does the rest.
+template <int BN> DEV float *lds_put(const frag_c (&c)[BN / 16], float *work) {
+    enum { STRIDE = BN + 8 };
+    work += matmul_wave() * 16 * STRIDE;
 #pragma unroll
     for (int j = 0; j < BN / 16; j++) {
 #pragma unroll
@@ -5039,7 +5054,12 @@ DEV void lds_finish(const frag_c (&c)[BN / 16], float *work, L load, S store) {
             lput(work + frag_row(v) * STRIDE + 16 * j + frag_col(v), c[j].v[v]);
         }
     }
-    wave_sync();
+    return work;
+}
+template <int BN, typename L, typename S>
+DEV void lds_finish_rows(const float *work, L load, S store) {
+    enum { STRIDE = BN + 8, QUADS = BN / 4, AHEAD = 4 };
+    const int wave = matmul_wave();
 #pragma unroll 1
     for (int i = lane_index(); i < 16 * QUADS; i += 32 * AHEAD) {
         lds_loaded loaded[AHEAD];
@@ -5058,15 +5078,53 @@ DEV void lds_finish(const frag_c (&c)[BN / 16], float *work, L load, S store) {
     }
 }
 
+template <int BN, typename L, typename S>
+DEV void lds_finish(const frag_c (&c)[BN / 16], float *work, L load, S store) {
+    work = lds_put<BN>(c, work);
+    wave_sync();
+    lds_finish_rows<BN>(work, load, store);
+}
+// The same where the sums are stored as they are, in rows of F32 with whole quads, of which `rows`
+// and `quads` are there. to is row 0 of the tile. That is what most products want, and it takes a
+// fraction of the instructions, which a block has to fetch when its loop ends.
+template <int BN>
+DEV void lds_store_rows(const float *work, char *to, int64_t stride, int rows, int quads) {
+    enum { STRIDE = BN + 8, QUADS = BN / 4, AHEAD = 4 };
+    const int first = 16 * matmul_wave();
+#pragma unroll 1
+    for (int i = lane_index(); i < 16 * QUADS; i += 32 * AHEAD) {
+        u32x4 v[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const int quad = i + 32 * j;
+            v[j] = lget((const u32x4 *)(work + quad / QUADS * STRIDE) + quad % QUADS);
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const int quad = i + 32 * j, row = first + quad / QUADS, col = quad % QUADS;
+            if (row < rows && col < quads) gstore((u32x4 *)(to + row * stride) + col, v[j]);
+        }
+    }
+}
+
 // The epilogue of matmul, or the sums of a split of K. Rows of the tile are columns n of y.
 template <int BN>
-DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const matmul_place &at,
-                           const frag_c (&c)[BN / 16], float *work) {
+DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const matmul_place &at, const float *work) {
     const rocq_k_epilogue &e = a.epilogue;
     const bool whole = a.n_splits == 1, bias_wide = (uintptr_t)e.bias % 16 == 0;
     const bool wide = whole ? quads_are_wide(e.y) : (a.m & 3) == 0;
     const bool gate_wide = quads_are_wide(e.gate), residual_wide = quads_are_wide(e.residual);
     const bool loads = whole && (e.bias || e.gate.data || e.residual.data);
+    if (wide && (a.m & 3) == 0 &&
+        (!whole || (e.y.format == ROCQ_F32 && !loads && e.activation == ROCQ_ACT_IDENTITY &&
+                    e.softcap <= 0.0f))) {
+        char *const to = whole ? row_of(e.y, at.n0, at.i2, at.i3)
+                               : (char *)(matmul_split_sums(a, at.x_column) + at.split * a.m);
+        const int64_t rows = a.n - at.n0, quads = (a.m - at.m0) / 4;
+        lds_store_rows<BN>(work, to + at.m0 * 4, whole ? e.y.stride[0] : a.n_splits * a.m * 4,
+                           (int)(rows < 4096 ? rows : 4096), (int)(quads < BN ? quads : BN));
+        return;
+    }
     const epilogue between = {ROCQ_ACT_IDENTITY, e.softcap, false, e.gate.data != 0, false, false};
     const auto count = [&](int row, int col) {
         return at.n0 + row < a.n ? quad_count(a.m, at.m0 + col) : 0;
@@ -5117,12 +5175,27 @@ DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const matmul_place &at,
         }
         put_floats(e.y.format, wide && there == 4, row_of(e.y, n, at.i2, at.i3), m, there, v);
     };
-    lds_finish<BN>(c, work, load, store);
+    lds_finish_rows<BN>(work, load, store);
+}
+// All 64 rows that each of the TM tiles c of a group has, which are BM / TM apart.
+template <int BN, int BM, int TM>
+DEV void matmul_lds_finish(const rocq_k_matmul_args &a, matmul_place at,
+                           const frag_c (&c)[TM][BN / 16], float *work) {
+#pragma unroll
+    for (int i = 0; i < TM; i++) {
+        if (i > 0) wave_sync(); // lanes have read the sums of before
+        const float *const own = lds_put<BN>(c[i], work);
+        wave_sync();
+        matmul_lds_finish<BN>(a, at, own);
+        at.n0 += BM / TM;
+        at.x_column += BM / TM;
+    }
 }
 
 // matmul of F16 weights: rows are columns of x, columns rows of w. K is a multiple of 8.
 template <int BN, int BM, int STAGES, int AHEAD>
 DEV void matmul_lds(const rocq_k_matmul_args &a) {
+    enum { TM = 2 * BM / ROCQ_K_LDS_THREADS(BM) };
     LDS_GRANTED(u32x4, tile, ROCQ_K_LDS_BYTES(BN, BM, STAGES) / 16);
     if (a.tiles_m == 0) return;
     const int32_t k = (int32_t)a.k;
@@ -5132,16 +5205,16 @@ DEV void matmul_lds(const rocq_k_matmul_args &a) {
                            (int32_t)(rows < BM ? rows : BM)};
     const lds_operand w = {(const char *)a.w + at.w_row * a.k * 2, a.k * 2,
                            (int32_t)(cols < BN ? cols : BN)};
-    frag_c c[1][BN / 16];
+    frag_c c[TM][BN / 16];
     matmul_clear(c);
-    lds_multiply<false, false, BM, BN, STAGES, AHEAD>(c[0], x, w, k, at.begin, at.end, (f16 *)tile,
-                                       [](const f16 *) {});
-    matmul_lds_finish<BN>(a, at, c[0], (float *)tile);
+    lds_multiply<false, false, BM, BN, STAGES, AHEAD>(c, x, w, k, at.begin, at.end, (f16 *)tile,
+                                                      [](const f16 *) {});
+    matmul_lds_finish<BN, BM>(a, at, c, (float *)tile);
 }
 #define ROCQ_X(X, name, columns, rows, steps, ahead, blocks)                                \
-    KERNEL_WAVES(matmul_lds_##name, rocq_k_matmul_args, ROCQ_K_LDS_THREADS(rows),  \
-                 blocks * rows / 64) {                                                \
-        if constexpr (WMMA_TILES) matmul_lds<columns, rows, steps, ahead>(a);         \
+    KERNEL_WAVES(matmul_lds_##name, rocq_k_matmul_args, ROCQ_K_LDS_THREADS(rows),           \
+                 blocks * ROCQ_K_LDS_THREADS(rows) / 128) {                                 \
+        if constexpr (WMMA_TILES) matmul_lds<columns, rows, steps, ahead>(a);               \
     }
 ROCQ_K_LDS_FORWARD_TILES(ROCQ_X, )
 #undef ROCQ_X
@@ -5250,8 +5323,9 @@ DEV void matmul_lds_decoded(const rocq_k_matmul_args &a) {
     matmul_clear(c);
     lds_weights_load(w, at.begin);
     for (int i = 0; i < AHEAD; i++) load_x();
+    uint32_t step = at.begin;
 #pragma unroll 1
-    for (uint32_t step = at.begin; step < at.end; step++) {
+    do { // at least once, see lds_multiply
         f16 *const x_tile = tiles + stage * STEP, *const w_tile = x_tile + 64 * BM;
         lds_weights_store(w, step, w_tile);
         if (step + 1 < at.end) lds_weights_load(w, step + 1);
@@ -5267,11 +5341,11 @@ DEV void matmul_lds_decoded(const rocq_k_matmul_args &a) {
         load_x();
         wmma_lds_wait<1>();
         stage = stage + 1 == STAGES ? 0 : stage + 1;
-    }
+    } while (++step < at.end);
     wmma_lds_wait();
     copies_wait<0>();
     block_sync_lds();
-    matmul_lds_finish<BN>(a, at, c[0], (float *)tile);
+    matmul_lds_finish<BN, BM>(a, at, c, (float *)tile);
 }
 #define ROCQ_X_TILE(F, f, columns, rows, steps, ahead, blocks)                          \
     KERNEL_WAVES(matmul_lds_##f##_##columns##x##rows, rocq_k_matmul_args,               \
@@ -11468,7 +11542,7 @@ DEV void matmul_backward_lds(const rocq_k_backward_part &a, uint32_t block, u32x
     float db[2] = {0.0f, 0.0f};
     frag_c c[1][BN / 16];
     matmul_clear(c);
-    lds_multiply<TURNED, true, BM, BN, STAGES, AHEAD>(c[0], dy, b, a.n_r, at.begin, at.end,
+    lds_multiply<TURNED, true, BM, BN, STAGES, AHEAD>(c, dy, b, a.n_r, at.begin, at.end,
                                                       (f16 *)tile, [&](const f16 *dy_tile) {
         if (!sums_db) return;
         const f16 *const from = dy_tile + (pair_row / 64 * 64 + 16 * quarter) * 64 + pair_row % 8;

@@ -3250,13 +3250,26 @@ static void test_lds_tiles(void **state) {
             note_tile(&alone, of_dw != 0, used[of_dw]);
         }
     }
-    gpu->gpu->chip.n_units = 1;
-    for (int i = 0; i < 2; i++) { // by the tile that the backward does not have
-        const product s = {.w = ROCQ_F16, .x = floats[i], .y = floats[1 - i], .m = 127, .n = 100,
-                           .k = 520, .precision = ROCQ_PRECISION_F16, .bias = i == 0,
-                           .residual = i == 1, .x_batch = {i + 1, 1}};
+    // By the tiles that the backward does not have, and those that are rarely the fastest; each
+    // with an epilogue and with none, where sums are stored as they are. The last two split K.
+    static const struct { int64_t m, n, k; } forward[] = {{127, 100, 520}, {128, 100, 520},
+        {190, 250, 520}, {188, 250, 520}, {223, 250, 520}, {224, 255, 520}, {381, 64, 136},
+        {384, 62, 136}, {190, 120, 520}, {192, 127, 520}, {253, 40, 1032}, {256, 40, 1032}};
+    const double bytes_per_us = gpu->gpu->chip.bytes_per_us;
+    const int64_t merges = gpu->gpu->launches[ROCQ_K_matmul_merge];
+    for (int i = 0; i < 12; i++) {
+        const bool bare = i % 2;
+        gpu->gpu->chip.n_units = i < 10 ? 1 : 400;
+        if (i == 10) gpu->gpu->chip.bytes_per_us = 1e7;
+        const product s = {.w = ROCQ_F16, .x = floats[i / 2 % 2],
+                           .y = bare ? ROCQ_F32 : floats[i / 4 % 2], .m = forward[i].m,
+                           .n = forward[i].n, .k = forward[i].k, .precision = ROCQ_PRECISION_F16,
+                           .bias = !bare && i % 4 == 0, .residual = !bare && i % 4 == 2,
+                           .x_batch = {bare ? 1 : 2, 1}};
         check_product(&s);
     }
+    assert_int_equal(gpu->gpu->launches[ROCQ_K_matmul_merge], merges + 2);
+    gpu->gpu->chip.bytes_per_us = bytes_per_us;
     gpu->gpu->chip.lds_tiles = first;
     gpu->gpu->chip.n_units = n_units;
     random_state = state_before;
