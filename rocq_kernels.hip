@@ -5945,6 +5945,8 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 // Math    per 16 positions and 16 columns of a wave W / 8 WMMA (512 cycles for W = 128) and, in
 //         prefill, some 80 cycles of the rest
 
+// Hopper has further kernels for prompts, see "prefill straight from LDS".
+
 enum {
     ATTEND_COLUMNS = 16 // of a column tile
 };
