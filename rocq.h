@@ -3242,6 +3242,13 @@ typedef struct rocq_k_matmul_args {
 #define ROCQ_K_ATTEND_WIDE_LDS 61712      // bytes of LDS of attention_prefill_512
 #define ROCQ_K_ATTENTION_LDS_BYTES 212992 // and of attention_lds_512
 
+// attention_lds_D, D up to 256, of 128 or 256 threads: positions of a KV tile, columns of a block,
+// bytes of LDS that a launch asks for.
+#define ROCQ_K_ATTEND_LDS_TILE(D) ((D) > 128 ? 64 : 128)
+#define ROCQ_K_ATTEND_LDS_COLUMNS(threads) ((threads) / 2)
+#define ROCQ_K_ATTEND_LDS_BYTES(D, threads) \
+    (2 * (D) * (ROCQ_K_ATTEND_LDS_COLUMNS(threads) + 4 * ROCQ_K_ATTEND_LDS_TILE(D)))
+
 // Blocks of 128 threads, or of prefill ROCQ_K_PREFILL_THREADS(D). blockIdx.x counts n_splits
 // fastest, then KV heads, then sequences, then n_tiles from the last to the first, because the last
 // queries see most positions:
@@ -3258,7 +3265,8 @@ typedef struct rocq_k_matmul_args {
 //             counter a word, for each head of a sequence. n_q and n_tiles are 1, K and V plain
 //             F16, Q F32, all in rows of whole 16 bytes, and there is no mask, cap, window, sink or
 //             lse
-// attention_lds_512 has 256 threads and no splits; rocq__attention_lds says what it takes.
+// rocq__attention_lds and rocq__attention_lds_wide say what the kernels attention_lds take;
+// attention_lds_512 has 256 threads and no splits.
 // The launches of a cut grid must run one after the other, since they may share tiles.
 typedef struct rocq_k_attention_args {
     rocq_k_common common;
@@ -3517,6 +3525,8 @@ enum {
     X(attention_prefill_##d, rocq_k_attention_args, ROCQ_K_PREFILL_THREADS(d))
 #define ROCQ_K_STEP_DIMS(F, X) F(X, 64) F(X, 128)
 #define ROCQ_K_ATTENTION_STEP(X, d) X(attention_step_##d, rocq_k_attention_args, 128)
+#define ROCQ_K_ATTEND_LDS_DIMS(F, X) F(X, 64) F(X, 128) F(X, 256)
+#define ROCQ_K_ATTENTION_LDS(X, d) X(attention_lds_##d, rocq_k_attention_args, 256)
 
 #define ROCQ_K_ATTENTION_BACKWARD(X, d) \
     X(attention_backward_##d, rocq_k_attention_backward_args, ROCQ_K_BACK_THREADS(d))
@@ -3599,6 +3609,7 @@ enum {
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATMUL_EXPERTS, X)             \
     ROCQ_K_HEAD_DIMS(ROCQ_K_ATTENTION, X)                    \
     ROCQ_K_STEP_DIMS(ROCQ_K_ATTENTION_STEP, X)               \
+    ROCQ_K_ATTEND_LDS_DIMS(ROCQ_K_ATTENTION_LDS, X)          \
     X(attention_lds_512, rocq_k_attention_args, 256)         \
     X(norm, rocq_k_norm_args, 512)                           \
     X(rope, rocq_k_rope_args, 256)                           \
@@ -18841,6 +18852,11 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel, uint32_t threads)
     ROCQ_K_BACKWARD_LDS_KERNELS(ROCQ_X, )
 #undef ROCQ_X
     if (kernel == ROCQ_K_attention_prefill_512 && !gpu->chip.target) return ROCQ_K_ATTEND_WIDE_LDS;
+#define ROCQ_X(X, d)                                                  \
+    if (kernel == ROCQ_K_attention_lds_##d && gpu->chip.lds_tiles) \
+        return ROCQ_K_ATTEND_LDS_BYTES(d, threads);
+    ROCQ_K_ATTEND_LDS_DIMS(ROCQ_X, unused)
+#undef ROCQ_X
     if (kernel == ROCQ_K_attention_lds_512 && gpu->chip.lds_tiles) {
         return ROCQ_K_ATTENTION_LDS_BYTES;
     }
@@ -20838,7 +20854,8 @@ enum {
     ROCQ__ATTENTION_BLOCKS = 2,      // blocks resident on a compute unit
     ROCQ__ATTENTION_FLIGHT = 16384,  // bytes of K and V that a block has in flight
     ROCQ__ATTENTION_MERGE = 8192, // bytes of parts that a block has in flight while it merges them
-    ROCQ__ATTENTION_STEP = 40960 // attention_step: most positions times heads of a group
+    ROCQ__ATTENTION_STEP = 40960, // attention_step: most positions times heads of a group
+    ROCQ__ATTENTION_LDS_RUN = 1024 // attention_lds: fewest positions of a split
 };
 
 #define ROCQ_X(X, d) d,
@@ -20935,7 +20952,7 @@ static bool rocq__attention_aligned(const rocq_tensor *t) {
 // for prefill, over half of a tile's queries must exist. There must be tiles for a quarter of the
 // chip's units: from there on attention_decode, whose tiles are a quarter as large, has one for
 // every unit.
-static bool rocq__attention_lds(const rocq__chip *chip, const rocq_attention_params *p) {
+static bool rocq__attention_lds_wide(const rocq__chip *chip, const rocq_attention_params *p) {
     const rocq_tensor *const all[3] = {p->q, p->k, p->v};
     const int64_t tile = ROCQ_K_PREFILL_COLUMNS(512), n_tiles = (p->q->ne[2] + tile - 1) / tile;
     if (!chip->lds_tiles || p->q->ne[0] != 512 || p->q->ne[1] != p->k->ne[1] || p->mask ||
@@ -20951,6 +20968,34 @@ static bool rocq__attention_lds(const rocq__chip *chip, const rocq_attention_par
         }
     }
     return true;
+}
+
+// The threads of a block of the kernels attention_lds for heads up to 256, or 0 where others take
+// this attention. What these do not have is a mask, pages, a Q that is neither F32 nor F16, K or V
+// times H, and plain rows that are not in whole vectors or 16 MB apart. As in the rule for prefill,
+// over half of the columns of a tile must exist. On an H100 they lose where tiles are few, for they
+// are cut into fewer splits than those of attention_decode: they are not taken with fewer than a
+// fifth of the chip's units, unless K and V are short and the head is up to 128. 128 columns a
+// block win for heads of 128, from three quarters of the units on, and 64 else.
+static int rocq__attention_lds(const rocq__chip *chip, const rocq_attention_params *p,
+                               const rocq__site *site) {
+    const rocq_tensor *const all[3] = {p->q, p->k, p->v};
+    const int64_t blocks = (site->m + 63) / 64 * (int64_t)site->batch,
+                  wide = (site->m + 127) / 128 * (int64_t)site->batch;
+    if (!chip->lds_tiles || site->k > 256 || p->mask || p->page_table || p->q->ne[2] == 1 ||
+        site->m <= 32 || (p->q->format != ROCQ_F32 && p->q->format != ROCQ_F16) ||
+        (5 * blocks < chip->n_units && (site->n > 256 || site->k > 128))) {
+        return 0;
+    }
+    for (int i = 0; i < 3; i++) {
+        const bool plain = rocq__is_plain(all[i]->format);
+        if (all[i]->layout != ROCQ_LAYOUT_GGUF ||
+            (plain && (p->q->ne[0] % 8 != 0 || !rocq__attention_aligned(all[i]) ||
+                       rocq__k_tensor(all[i]).stride[1] > 1 << 24))) {
+            return 0;
+        }
+    }
+    return site->k > 64 && site->k <= 128 && 4 * wide >= 3 * chip->n_units ? 256 : 128;
 }
 
 // Whether the kernel attention_step can do this attention: one query, K and V in plain F16, and no
@@ -20981,7 +21026,7 @@ static bool rocq__attention_steps(const rocq_attention_params *p) {
 // How a launch is cut up: a block has a tile of a KV head's columns (the queries of all its heads),
 // or shares it with others. A block of attention_step has a run of positions of one head.
 typedef struct rocq__attention_grid {
-    int kernel;
+    int kernel, threads, head; // head: elements of the kernel's heads
     int64_t tile;     // columns
     int64_t n_tiles;  // of a KV head of a sequence
     int64_t blocks;   // tiles of all of them
@@ -20993,22 +21038,33 @@ static rocq__attention_grid rocq__attention_cut(rocq_ctx *ctx, const rocq_attent
     const rocq__chip *chip = rocq__chip_of(ctx);
     const rocq__site site = rocq__attention_site(p);
     const rocq_launch_config config = rocq__config_for(ctx, &site);
-    const bool lds = rocq__attention_lds(chip, p);
-    const int32_t tile = lds ? ROCQ_K_PREFILL_COLUMNS(512) : config.tile_n;
+    const int lds = rocq__attention_lds(chip, p, &site);
+    const bool lds_wide = rocq__attention_lds_wide(chip, p);
+    const int32_t tile = lds        ? ROCQ_K_ATTEND_LDS_COLUMNS(lds)
+                         : lds_wide ? ROCQ_K_PREFILL_COLUMNS(512)
+                                    : config.tile_n;
     const bool decode = rocq__attention_decodes(&site, tile);
     const int64_t heads = p->q->ne[1] * p->q->ne[3], group = p->q->ne[1] / p->k->ne[1];
     rocq__attention_grid g;
     g.tile = tile;
     g.n_tiles = (group * p->q->ne[2] + tile - 1) / tile;
     g.blocks = g.n_tiles * p->k->ne[1] * p->q->ne[3];
-    g.n_splits = g.blocks <= ROCQ__COUNTERS && !lds ? config.n_splits : 1;
+    g.n_splits = g.blocks <= ROCQ__COUNTERS && !lds_wide ? config.n_splits : 1;
     g.runs = 0;
-    g.kernel = lds ? ROCQ_K_attention_lds_512
-                   : (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) +
-                         2 * rocq__head_size(p->q->ne[0]);
+    g.head = site.k;
+    g.kernel = lds_wide ? ROCQ_K_attention_lds_512
+                        : (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) +
+                              2 * rocq__head_size(p->q->ne[0]);
+    if (lds) {
+        const int size = site.k > 128 ? 2 : site.k > 64 ? 1 : 0;
+        const int64_t most = ROCQ__MIN(chip->n_units / g.blocks, site.n / ROCQ__ATTENTION_LDS_RUN);
+        g.n_splits = g.blocks <= ROCQ__COUNTERS ? ROCQ__MAX(most, 1) : 1;
+        g.head = 64 << size;
+        g.kernel = ROCQ_K_attention_lds_64 + size;
+    }
     // attention_step has a block for each run of each head. Where heads share K and V it is used
     // only if the chip has a unit for every head.
-    if (decode && g.n_tiles == 1 && (group == 1 || heads <= chip->n_units) &&
+    if (!lds && decode && g.n_tiles == 1 && (group == 1 || heads <= chip->n_units) &&
         rocq__attention_steps(p)) {
         const int64_t most = (int64_t)site.n * site.k / ROCQ__ATTENTION_FLIGHT;
         const int64_t runs =
@@ -21017,6 +21073,7 @@ static rocq__attention_grid rocq__attention_cut(rocq_ctx *ctx, const rocq_attent
         g.n_splits = group * g.runs;
         g.kernel = site.k == 64 ? ROCQ_K_attention_step_64 : ROCQ_K_attention_step_128;
     }
+    g.threads = lds ? lds : rocq__kernels[g.kernel].threads;
     return g;
 }
 
@@ -21098,7 +21155,7 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
         return;
     }
     if (g.runs > 0 ? g.runs > 1 : g.n_splits > 1) { // for O, m and l of each column
-        const int64_t size = rocq__head_dims[rocq__head_size(p->q->ne[0])] + 2;
+        const int64_t size = g.head + 2;
         const int64_t of_step[4] = {size, 1, p->q->ne[1] * p->q->ne[3], g.runs};
         const int64_t of_tiles[4] = {size, g.tile, g.blocks, g.n_splits};
         const int64_t *ne = g.runs > 0 ? of_step : of_tiles;
@@ -21109,8 +21166,7 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
         }
     }
     job->cost = rocq__attention_most(job, p, g.n_tiles);
-    rocq__job_launch(job, g.kernel, g.blocks * g.n_splits, 1, rocq__kernels[g.kernel].threads,
-                     &args);
+    rocq__job_launch(job, g.kernel, g.blocks * g.n_splits, 1, g.threads, &args);
 }
 
 // -- rmsnorm, layernorm --

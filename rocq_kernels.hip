@@ -328,6 +328,14 @@ template <typename F> DEV void frag_put_halves(const frag_c &c, F at) {
     for (int v = 0; v < 8; v += 2)
         *(f16x2 *)at(frag_row(v), frag_col(v)) = pair_floats(c.v[v], c.v[v + 1]);
 }
+// Stores a result in F32 to global memory. at(row slot, col) is the place of an element, NULL if it
+// is to be left out; those of columns 2 i and 2 i + 1 are treated alike and follow each other.
+template <typename F> DEV void frag_put_floats(const frag_c &c, F at) {
+    for (int v = 0; v < 8; v += 2) {
+        float *const to = at(frag_row_slot(v), frag_col(v));
+        if (to) *(float2 *)to = make_float2(c.v[v], c.v[v + 1]);
+    }
+}
 
 // Operand from tile[row * stride + k], whose rows 0-15 are those of M (A) or N (B) and are aligned
 // to 16 bytes.
@@ -463,6 +471,8 @@ DEV void wmma_vectors(frag_c &c, const u32x4 (&a)[2], const u32x4 (&b)[2]) {
 // r, c[row][col] += sum of a(row, r) b(col, r). A tile is lines of 128 bytes: the 64 r of a row or,
 // transposed, 64 rows at one r, for each r, then for the next 64 rows. The eight vectors of a line
 // are swizzled, vector v to v ^ line % 8, against bank conflicts. Tiles are aligned to 1024 bytes.
+// wmma_tile_rows: the same with a in registers, made from results in F32 by frag_rows_of: each wave
+// has its own 16 rows of it, over 16 r. b is transposed, with R instead of 64 values of r.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 enum { WMMA_LDS = 1, WMMA_TILES = 1 };
 DEV void lds_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -505,6 +515,21 @@ WMMA_64(224, WMMA_60 WMMA_10(6) WMMA_10(7) WMMA_10(8) WMMA_10(9) WMMA_10(10)
 WMMA_64(256, WMMA_60 WMMA_10(6) WMMA_10(7) WMMA_10(8) WMMA_10(9) WMMA_10(10) WMMA_10(11)
         "%120, %121, %122, %123, %124, %125, %126, %127", "%128, %129, 1, 1, 1, %130, %131;",
         WMMA_4C(0), WMMA_4C(4), WMMA_4C(8), WMMA_4C(12))
+#define WMMA_ROWS(N, registers, operands, ...)                                                \
+    DEV void wmma_rows(frag_c (&c)[N / 16], const frag &a, uint64_t b) {                      \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" registers "}, " \
+                     operands                                                                 \
+                     : __VA_ARGS__                                                            \
+                     : "r"(a.w[0]), "r"(a.w[1]), "r"(a.w[2]), "r"(a.w[3]), "l"(b));           \
+    }
+WMMA_ROWS(64, WMMA_10() WMMA_10(1) WMMA_10(2) "%30, %31",
+          "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;", WMMA_4C(0))
+WMMA_ROWS(128, WMMA_60 "%60, %61, %62, %63", "{%64, %65, %66, %67}, %68, 1, 1, 1, 1;", WMMA_4C(0),
+          WMMA_4C(4))
+WMMA_ROWS(256, WMMA_60 WMMA_10(6) WMMA_10(7) WMMA_10(8) WMMA_10(9) WMMA_10(10) WMMA_10(11)
+          "%120, %121, %122, %123, %124, %125, %126, %127",
+          "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;", WMMA_4C(0), WMMA_4C(4), WMMA_4C(8),
+          WMMA_4C(12))
 template <int N>
 DEV void wmma_lds(frag_c (&c)[N], const f16 *a, int a_chunk, int a_eight, const f16 *b, int b_chunk,
                   int b_eight) {
@@ -518,6 +543,20 @@ DEV void wmma_tile(frag_c (&c)[N], const f16 *a, const f16 *b, int s) {
                                 exchanged | wmma_lds_tile(a + s * (A_TURNED ? 1024 : 16), 512, 64),
                                 exchanged | wmma_lds_tile(b + s * (B_TURNED ? 1024 : 16), 512, 64));
 }
+typedef frag frag_rows;
+DEV frag_rows frag_rows_of(const frag_c &c) {
+    frag_rows f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const __half2 h = __floats2half2_rn(c.v[2 * i], c.v[2 * i + 1]);
+        memcpy(&f.w[i], &h, 4);
+    }
+    return f;
+}
+template <int R, int N>
+DEV void wmma_tile_rows(frag_c (&c)[N], const frag_rows &a, const f16 *b, int s) {
+    wmma_rows(c, a, (uint64_t)1 << 62 | wmma_lds_tile(b + s * 1024, 8 * R, 64));
+}
 #else
 enum { WMMA_LDS = 0, WMMA_TILES = 0 };
 DEV void lds_written() {}
@@ -527,6 +566,10 @@ template <int = 0> DEV void wmma_lds_wait() {}
 template <int N>
 DEV void wmma_lds(frag_c (&)[N], const f16 *, int, int, const f16 *, int, int) {}
 template <bool, bool, int N> DEV void wmma_tile(frag_c (&)[N], const f16 *, const f16 *, int) {}
+struct frag_rows {};
+DEV frag_rows frag_rows_of(const frag_c &) { return {}; }
+template <int, int N>
+DEV void wmma_tile_rows(frag_c (&)[N], const frag_rows &, const f16 *, int) {}
 #endif
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
     for (int h = 0; h < 2; h++) {
@@ -731,6 +774,7 @@ DEV int frag_slot_row(int s) { return frag_row(s); }
 DEV float frag_row_max(float x) { return x; }
 DEV float frag_row_sum(float x) { return x; }
 template <typename F> DEV void frag_put_halves(const frag_c &, F) {}
+template <typename F> DEV void frag_put_floats(const frag_c &, F) {}
 
 struct frag_halves { u32x4 lo, hi; };
 // Operand from tile[row * stride + k], whose rows 0-15 are those of M (A) or N (B) and are aligned
@@ -824,6 +868,10 @@ template <int = 0> DEV void wmma_lds_wait() {}
 template <int N>
 DEV void wmma_lds(frag_c (&)[N], const f16 *, int, int, const f16 *, int, int) {}
 template <bool, bool, int N> DEV void wmma_tile(frag_c (&)[N], const f16 *, const f16 *, int) {}
+struct frag_rows {};
+DEV frag_rows frag_rows_of(const frag_c &) { return {}; }
+template <int, int N>
+DEV void wmma_tile_rows(frag_c (&)[N], const frag_rows &, const f16 *, int) {}
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
     frag_v8i v = __builtin_bit_cast(frag_v8i, c);
     v = __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32(true, a, true, b, v, false);
@@ -5971,6 +6019,8 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 // Math    per 16 positions and 16 columns of a wave W / 8 WMMA (512 cycles for W = 128) and, in
 //         prefill, some 80 cycles of the rest
 
+// Hopper has further kernels for prompts, see "prefill straight from LDS".
+
 enum {
     ATTEND_COLUMNS = 16 // of a column tile
 };
@@ -6343,7 +6393,7 @@ struct attend_task {
     uint32_t tile_index; // of these columns, where work and counter have their results
     int split, column0, kv_head, seq;
 };
-template <typename S> DEV attend_task attend_task_of(const rocq_k_attention_args &a, int block) {
+DEV attend_task attend_task_of(const rocq_k_attention_args &a, int block, int columns) {
     attend_task t;
     // In a decode step most of these are 1, and the divisions would take longer than all else here.
     const uint32_t n_splits = (uint32_t)a.n_splits, n_tiles = (uint32_t)a.n_tiles;
@@ -6352,10 +6402,13 @@ template <typename S> DEV attend_task attend_task_of(const rocq_k_attention_args
     const uint32_t heads = (uint32_t)(a.n_kv_heads * a.n_seqs);
     const uint32_t back = n_tiles == 1 ? 0 : t.tile_index / heads; // tiles from the last one
     const uint32_t head_seq = t.tile_index - back * heads;
-    t.column0 = (int)(n_tiles - 1 - back) * S::COLUMNS;
+    t.column0 = (int)(n_tiles - 1 - back) * columns;
     t.seq = a.n_seqs == 1 ? 0 : (int)(head_seq / (uint32_t)a.n_kv_heads);
     t.kv_head = (int)head_seq - t.seq * a.n_kv_heads;
     return t;
+}
+template <typename S> DEV attend_task attend_task_of(const rocq_k_attention_args &a, int block) {
+    return attend_task_of(a, block, S::COLUMNS);
 }
 struct attend_role { // of a wave: which slice, column tile and set
     int slice, column_tile, set;
@@ -6635,12 +6688,11 @@ DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::S_FRAGS], float factor)
     }
 }
 
-// Divides elements d to d + 3 of a column by its sum l, to which its sink is added, and stores them
-// in out. m is the maximum that x and l are relative to. A column that saw no position gets 0. All
-// lanes of the wave must call it.
-DEV void attend_put_out(const rocq_k_attention_args &a, const attend_task &t, int column, int d,
-                        bool live, float m, float l, float (&x)[4]) {
-    const attend_column c = attend_column_of(a, live ? column : 0);
+// What the sums of a column are to be multiplied by, 1 / l, where its sink is added to its sum l. m
+// is the maximum that the sums are relative to. A column that saw no position, l == 0, is to get 0.
+// Stores its lse, if there is one and lse_too says so.
+DEV float attend_divisor(const rocq_k_attention_args &a, const attend_task &t,
+                         const attend_column &c, float m, float l, bool lse_too) {
     const int head = t.kv_head * a.group + c.head;
     const bool saw = l != 0.0f;
     float factor = 1.0f;
@@ -6651,17 +6703,76 @@ DEV void attend_put_out(const rocq_k_attention_args &a, const attend_task &t, in
         factor = keep;
         m = top;
     }
-    if (a.lse.data && live && d == 0) {
+    if (a.lse.data && lse_too) {
         const float lse = saw ? (m + log2_fast(l)) * 0.693147181f : -INFINITY;
         gstore((float *)row_of(a.lse, c.query, t.seq, 0) + head, lse);
     }
-    factor *= rcp_fast(l);
+    return factor * rcp_fast(l);
+}
+// Divides elements d to d + 3 of a column by its sum and stores them in out. All lanes of the wave
+// must call it.
+DEV void attend_put_out(const rocq_k_attention_args &a, const attend_task &t, int column, int d,
+                        bool live, float m, float l, float (&x)[4]) {
+    const attend_column c = attend_column_of(a, live ? column : 0);
+    const int head = t.kv_head * a.group + c.head;
+    const bool saw = l != 0.0f;
+    const float factor = attend_divisor(a, t, c, m, l, live && d == 0);
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] = saw ? x[e] * factor : 0.0f;
     if (a.v.layout == ROCQ_LAYOUT_HADAMARD) hadamard(x, a.head_dim);
     put4(a.out, is_wide(a.out), row_of(a.out, head, c.query, t.seq),
          (uint32_t)(head + a.n_heads * (c.query + a.n_q * t.seq)), d,
          live ? quad_count(a.head_dim, d) : 0, x);
+}
+
+// Merges the runs of a block's columns, whose results are in work one after the other, into out. A
+// thread merges a quad of a column over all runs, with the loads of AHEAD runs in flight.
+template <int D>
+DEV void attend_merge(const rocq_k_attention_args &a, const attend_task &t, const float *results,
+                      int n_runs, int columns, int threads) {
+    enum { AHEAD = 8 };
+    const int n_there = min(columns, a.group * a.n_q - t.column0);
+    const int64_t floats = columns * (D + 2);
+    const int quads = n_there * (D / 4);
+    for (int i = recomputed((int)thread_index()); i < (quads + threads - 1) / threads * threads;
+         i += threads) {
+        const int column = min(i / (D / 4), n_there - 1), d = i % (D / 4) * 4;
+        const bool live = i < quads && d < a.head_dim;
+        const float *from = results + 2 * columns + column * D + (live ? d : 0);
+        float x[4] = {0.0f, 0.0f, 0.0f, 0.0f}, m = -INFINITY, l = 0.0f;
+#pragma unroll 1
+        for (int first = 0; first < n_runs; first += AHEAD) {
+            u32x4 o[AHEAD];
+            u32x2 m_l[AHEAD];
+            float top = m;
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++) {
+                o[k] = make4(0, 0, 0, 0);
+                m_l[k] = make2(bits<uint32_t>(-INFINITY), 0);
+                if (first + k >= n_runs) continue;
+                const int64_t at = (first + k) * floats;
+                m_l[k] = gload((const u32x2 *)(results + at) + column);
+                o[k] = gload((const u32x4 *)(from + at));
+            }
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++) top = fmaxf(top, bits<float>(m_l[k].x));
+            const float keep = attend_keep(m, top);
+            m = top;
+            l *= keep;
+#pragma unroll
+            for (int e = 0; e < 4; e++) x[e] *= keep;
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++) {
+                const float add = attend_keep(bits<float>(m_l[k].x), top);
+                l += bits<float>(m_l[k].y) * add;
+                x[0] += bits<float>(o[k].x) * add;
+                x[1] += bits<float>(o[k].y) * add;
+                x[2] += bits<float>(o[k].z) * add;
+                x[3] += bits<float>(o[k].w) * add;
+            }
+        }
+        attend_put_out(a, t, t.column0 + column, d, live, m, l, x);
+    }
 }
 
 // Merges the states of the block's sets. If there is a single run, the columns then go to out. Else
@@ -6753,47 +6864,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     if (block_ticket(a.counter + t.tile_index, word) != (uint32_t)n_runs - 1) return;
     if (thread_index() == 0) gstore(a.counter + t.tile_index, 0u);
 
-    // A thread merges a quad of a column over all runs, with the loads of AHEAD runs in flight.
-    enum { AHEAD = 8 };
-    const int quads = n_there * (S::HEAD / 4);
-    for (int i = thread; i < (quads + S::BLOCK - 1) / S::BLOCK * S::BLOCK; i += S::BLOCK) {
-        const int column = min(i / (S::HEAD / 4), n_there - 1), d = i % (S::HEAD / 4) * 4;
-        const bool live = i < quads && d < a.head_dim;
-        const float *from = results + 2 * S::COLUMNS + column * S::HEAD + (live ? d : 0);
-        float x[4] = {0.0f, 0.0f, 0.0f, 0.0f}, m = -INFINITY, l = 0.0f;
-#pragma unroll 1
-        for (int first = 0; first < n_runs; first += AHEAD) {
-            u32x4 o[AHEAD];
-            u32x2 m_l[AHEAD];
-            float top = m;
-#pragma unroll
-            for (int k = 0; k < AHEAD; k++) {
-                o[k] = make4(0, 0, 0, 0);
-                m_l[k] = make2(bits<uint32_t>(-INFINITY), 0);
-                if (first + k >= n_runs) continue;
-                const int64_t at = (first + k) * result_floats;
-                m_l[k] = gload((const u32x2 *)(results + at) + column);
-                o[k] = gload((const u32x4 *)(from + at));
-            }
-#pragma unroll
-            for (int k = 0; k < AHEAD; k++) top = fmaxf(top, bits<float>(m_l[k].x));
-            const float keep = attend_keep(m, top);
-            m = top;
-            l *= keep;
-#pragma unroll
-            for (int e = 0; e < 4; e++) x[e] *= keep;
-#pragma unroll
-            for (int k = 0; k < AHEAD; k++) {
-                const float add = attend_keep(bits<float>(m_l[k].x), top);
-                l += bits<float>(m_l[k].y) * add;
-                x[0] += bits<float>(o[k].x) * add;
-                x[1] += bits<float>(o[k].y) * add;
-                x[2] += bits<float>(o[k].z) * add;
-                x[3] += bits<float>(o[k].w) * add;
-            }
-        }
-        attend_put_out(a, t, t.column0 + column, d, live, m, l, x);
-    }
+    attend_merge<S::HEAD>(a, t, results, n_runs, S::COLUMNS, S::BLOCK);
 }
 
 // Positions that a sequence has. A length out of range sets a status bit.
@@ -6808,24 +6879,28 @@ DEV int attend_length(const rocq_k_attention_args &a, int seq) {
 // The positions from begin to end - 1 that a block works on: one of the n_runs runs, each of whole
 // rounds, into which what its columns see is cut. len: positions that the sequence has.
 struct attend_run { int len, begin, end, n_runs; };
-template <typename S>
-DEV attend_run attend_run_of(const rocq_k_attention_args &a, const attend_task &t) {
+DEV attend_run attend_run_of(const rocq_k_attention_args &a, const attend_task &t, int columns,
+                             int round) {
     attend_run r;
     r.len = attend_length(a, t.seq);
-    const int column_end = min(t.column0 + (int)S::COLUMNS, a.group * a.n_q);
+    const int column_end = min(t.column0 + columns, a.group * a.n_q);
     r.begin = attend_low(a, r.len, attend_column_of(a, t.column0).query);
     r.end = attend_high(a, r.len, attend_column_of(a, column_end - 1).query);
     const int all = max(r.end - r.begin, 0);
     int length = all;
     r.n_runs = 1;
     if (a.n_splits > 1) {
-        const int n = max(min(all / ROCQ_K_ATTEND_RUN, a.n_splits), 1), round = S::ROUND;
+        const int n = max(min(all / ROCQ_K_ATTEND_RUN, a.n_splits), 1);
         length = max(((all + n - 1) / n + round - 1) / round * round, round);
         r.n_runs = max((all + length - 1) / length, 1);
     }
     r.begin = (int)min((int64_t)r.begin + (int64_t)t.split * length, (int64_t)r.end);
     r.end = min(r.end - r.begin, length) + r.begin;
     return r;
+}
+template <typename S>
+DEV attend_run attend_run_of(const rocq_k_attention_args &a, const attend_task &t) {
+    return attend_run_of(a, t, S::COLUMNS, S::ROUND);
 }
 
 // No tile yet: attend_go_to gives it one.
@@ -7831,24 +7906,381 @@ template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
 ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
 
-// LDS of attend_tiles: chunks of 64 elements of Q, K and V, then P of each group.
+// -- prefill straight from LDS --
+
+// Prefill where four waves multiply straight from LDS (WMMA_TILES), for what rocq__attention_lds
+// allows: heads to 256, no mask and no pages. A group of four waves has 64 columns, a block is one
+// or two groups. Here rows are columns of the work:
+//   S = Q K^T   [column][position]
+//   P = 2^(S - m), as above. A result's rows are an operand in registers (frag_rows_of)
+//   O += P V    [column][d]
+// S of the next KV tile and O of this one are a batch each; behind them the waves copy the tiles
+// that follow and turn that S into P. A wave stops at a product whose operand is in registers until
+// those before it have been done (time stamps on an H100): so most of O is there by then.
+
+// LDS: Q of each 64 columns, [chunk of 64 elements][column], then two tiles of K and two of V,
+// [chunk][position], all in lines of 64 elements as wmma_tile has them.
 template <int D> struct attend_tiles_shape {
+    enum {
+        TILE = ROCQ_K_ATTEND_LDS_TILE(D),
+        CHUNKS = D / 64,
+        KV = TILE * D, // halves of a KV tile
+        N = TILE / 16  // fragments of S and P
+    };
+    static_assert(8 * 16 * (D + 8) * 4 <= ROCQ_K_ATTEND_LDS_BYTES(D, 256), "results");
+};
+// What a wave has of its 16 columns, as in attend_state, and which positions they see: those of
+// each of the lane's rows, and those that all of them see.
+template <int D> struct attend_tiles_state {
+    frag_c o[1][D / 16];
+    float m[FRAG_ROW_SLOTS], l[FRAG_ROW_SLOTS];
+    int low[FRAG_ROW_SLOTS], high[FRAG_ROW_SLOTS], all_low, all_high;
+};
+
+// Copies the positions from `first` on of K or V to a tile, with zeros past the end and past
+// head_dim. F16 is copied asynchronously.
+template <int D, int WAY, int FORMAT>
+DEV void attend_tiles_stage_as(f16 *tile, const attend_rows &from, int first, int end) {
+    typedef attend_tiles_shape<D> S;
+    enum { THREADS = 256, LINES = S::TILE * 8 / THREADS, ALL = S::CHUNKS * LINES,
+           AHEAD = ALL < 4 ? ALL : 4 };
+#pragma unroll 1
+    for (int part = 0; part < THREADS; part += (int)n_threads()) { // a block may have half of them
+        const int thread = (int)thread_index() + part, vector = thread % 8, line = thread / 8;
+        f16 *const to = tile + line * 64 + (vector ^ (line & 7)) * 8;
+#pragma unroll
+        for (int p = 0; p < ALL; p += AHEAD) {
+            u32x4 x[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const int row = first + line + (p + i) % LINES * (THREADS / 8),
+                          chunk = (p + i) / LINES * 8 + vector;
+                const bool live = row < end && chunk <= from.last_chunk;
+                const char *const at =
+                    from.base + (uint64_t)(uint32_t)min(row, end - 1) * from.step;
+                if constexpr (FORMAT == ROCQ_F16) {
+                    copy_async_part((u32x4 *)(to + ((p + i) / LINES * S::TILE +
+                                                    (p + i) % LINES * (THREADS / 8)) * 64),
+                                    (const u32x4 *)at + chunk, live ? 16 : 0);
+                } else {
+                    x[i] = attend_load<WAY>(at, min(chunk, from.last_chunk));
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD && FORMAT != ROCQ_F16; i++) {
+                const int row = first + line + (p + i) % LINES * (THREADS / 8),
+                          chunk = (p + i) / LINES * 8 + vector;
+                const u32x4 h = attend_halves<WAY>(x[i], chunk, FORMAT);
+                lput((u32x4 *)(to + ((p + i) / LINES * S::TILE +
+                                     (p + i) % LINES * (THREADS / 8)) * 64),
+                     row < end && chunk <= from.last_chunk ? h : make4(0, 0, 0, 0));
+            }
+        }
+    }
+}
+template <int D>
+DEV void attend_tiles_stage(f16 *tile, const attend_rows &from, int first, int end) {
+    if (from.format == ROCQ_F16)
+        attend_tiles_stage_as<D, ATTEND_WIDE, ROCQ_F16>(tile, from, first, end);
+    else if (from.way == ATTEND_WIDE)
+        attend_tiles_stage_as<D, ATTEND_WIDE, ROCQ_BF16>(tile, from, first, end);
+    else if (from.way == ATTEND_Q8_0)
+        attend_tiles_stage_as<D, ATTEND_Q8_0, ROCQ_Q8_0>(tile, from, first, end);
+    else if (from.way == ATTEND_Q4_0)
+        attend_tiles_stage_as<D, ATTEND_Q4_0, ROCQ_Q4_0>(tile, from, first, end);
+    else attend_tiles_stage_as<D, ATTEND_F32, ROCQ_F32>(tile, from, first, end);
+}
+
+// Puts the block's columns of Q in LDS, with zeros past the last one and past head_dim.
+template <int D, int WAY>
+DEV void attend_tiles_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_task &t) {
+    enum { CHUNKS = D / 8, EACH = D / 16, AHEAD = EACH < 8 ? EACH : 8 };
+    const int n_there = a.group * a.n_q - t.column0, last_chunk = (a.head_dim - 1) / 8;
+    const uint32_t flip = a.scale < 0.0f ? 0x80008000u : 0u;
+#pragma unroll 1
+    for (int first = 0; first < EACH; first += AHEAD) {
+        u32x4 x[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            const int at = (int)(thread_index() + (first + i) * n_threads());
+            const attend_column c =
+                attend_column_of(a, t.column0 + min(at / CHUNKS, n_there - 1));
+            x[i] = attend_load<WAY>(row_of(a.q, t.kv_head * a.group + c.head, c.query, t.seq),
+                                    min(at % CHUNKS, last_chunk));
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            const int at = (int)(thread_index() + (first + i) * n_threads());
+            const int c = at / CHUNKS, chunk = at % CHUNKS;
+            const bool there = c < n_there && chunk <= last_chunk;
+            const u32x4 h = make4(x[i].x ^ flip, x[i].y ^ flip, x[i].z ^ flip, x[i].w ^ flip);
+            lput((u32x4 *)(tile + c / 64 * (64 * D) + chunk / 8 * 4096 + c % 64 * 64 +
+                           (chunk % 8 ^ (c & 7)) * 8), there ? h : make4(0, 0, 0, 0));
+        }
+    }
+}
+
+// As attend_weigh, for the tile whose positions are from `first` on; but what O is to be multiplied
+// by, where m moves, is left in keep. Returns whether it does in any row of the wave.
+template <int D>
+DEV bool attend_tiles_weigh(attend_tiles_state<D> &c,
+                            frag_c (&s)[1][attend_tiles_shape<D>::TILE / 16],
+                            float (&keep)[FRAG_ROW_SLOTS], const attend_score &score, int first) {
+    typedef attend_tiles_shape<D> S;
+    if (score.capped) {
+#pragma unroll
+        for (int i = 0; i < 8 * S::N; i++) {
+            float &x = s[0][i / 8].v[i % 8];
+            x = score.cap - 2.0f * score.cap * rcp_fast(1.0f + exp2_fast(x * score.to_cap));
+        }
+    }
+    if (first < c.all_low || first + S::TILE > c.all_high) {
+#pragma unroll
+        for (int i = 0; i < 8 * S::N; i++) {
+            const int slot = frag_row_slot(i % 8), at = first + 16 * (i / 8) + frag_col(i % 8);
+            if (at < c.low[slot] || at >= c.high[slot]) s[0][i / 8].v[i % 8] = -INFINITY;
+        }
+    }
+    float top[FRAG_ROW_SLOTS], base[FRAG_ROW_SLOTS];
+    bool moves = false;
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) top[i] = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 8 * S::N; i++) {
+        float &to = top[frag_row_slot(i % 8)];
+        to = fmaxf(to, s[0][i / 8].v[i % 8]);
+    }
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+        top[i] = frag_row_max(top[i]) * score.factor;
+        moves = moves || top[i] > c.m[i] + 8.0f;
+    }
+    const bool any = wave_ballot(moves) != 0;
+    if (any) {
+#pragma unroll
+        for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+            const float to = top[i] > c.m[i] + 8.0f ? top[i] : c.m[i];
+            keep[i] = attend_keep(c.m[i], to);
+            c.l[i] *= keep[i];
+            c.m[i] = to;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) base[i] = c.m[i] == -INFINITY ? 0.0f : c.m[i];
+#pragma unroll
+    for (int i = 0; i < 8 * S::N; i++) {
+        const int slot = frag_row_slot(i % 8);
+        float &x = s[0][i / 8].v[i % 8];
+        x = exp2_fast(fmaf(x, score.factor, -base[slot]));
+        c.l[slot] += x;
+    }
+    return any;
+}
+
+// Results of a single run are divided by l and go to out, those of several to work, as in
+// attend_finish. F32 is stored from the registers, other formats by way of LDS.
+template <int D>
+DEV void attend_tiles_finish(const rocq_k_attention_args &a, const attend_task &t,
+                             attend_tiles_state<D> &c, int n_runs, int columns, u32x4 *lds) {
+    const int n_there = min(columns, a.group * a.n_q - t.column0);
+    const int column0 = matmul_wave() * 16;
+    const bool direct = n_runs > 1 || (a.out.format == ROCQ_F32 && is_wide(a.out));
+    float *const results =
+        a.work + (n_runs > 1 ? (int64_t)t.tile_index * a.n_splits * columns * (D + 2) : 0);
+    float *const result = results + (int64_t)t.split * columns * (D + 2);
+    float *rows[FRAG_ROW_SLOTS];
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+        const int column = column0 + frag_slot_row(i);
+        const float l = frag_row_sum(c.l[i]);
+        const bool live = column < n_there, first = live && frag_col(0) == 0;
+        if (n_runs > 1) {
+            rows[i] = live ? result + 2 * columns + column * D : 0;
+            if (first)
+                gstore((u32x2 *)result + column, make2(bits<uint32_t>(c.m[i]), bits<uint32_t>(l)));
+            continue;
+        }
+        const attend_column of = attend_column_of(a, t.column0 + (live ? column : 0));
+        const float factor = attend_divisor(a, t, of, c.m[i], l, first);
+        rows[i] =
+            live ? (float *)row_of(a.out, t.kv_head * a.group + of.head, of.query, t.seq) : 0;
+#pragma unroll
+        for (int j = 0; j < 8 * (D / 16); j++) {
+            float &x = c.o[0][j / 8].v[j % 8];
+            if (frag_row_slot(j % 8) == i) x = l != 0.0f ? x * factor : 0.0f;
+        }
+    }
+    if (direct) {
+#pragma unroll
+        for (int f = 0; f < D / 16; f++) {
+            frag_put_floats(c.o[0][f], [&](int slot, int col) {
+                const int d = 16 * f + col;
+                return rows[slot] && d < a.head_dim ? rows[slot] + d : (float *)0;
+            });
+        }
+    } else {
+        lds_finish<D>(c.o[0], (float *)lds, [](int, int) { return lds_loaded(); },
+                           [&](int column, int d, const lds_loaded &, float (&x)[4]) {
+            const bool live = column < n_there;
+            const attend_column of = attend_column_of(a, t.column0 + (live ? column : 0));
+            const int head = t.kv_head * a.group + of.head;
+            put4(a.out, is_wide(a.out), row_of(a.out, head, of.query, t.seq),
+                 (uint32_t)(head + a.n_heads * (of.query + a.n_q * t.seq)), d,
+                 live ? quad_count(a.head_dim, d) : 0, x);
+        });
+    }
+    if (n_runs == 1) return;
+    if (block_ticket(a.counter + t.tile_index, (uint32_t *)lds) != (uint32_t)n_runs - 1) return;
+    if (thread_index() == 0) gstore(a.counter + t.tile_index, 0u);
+    attend_merge<D>(a, t, results, n_runs, columns, (int)n_threads());
+}
+
+// What computes c stays before this, and what uses it behind: also where the only bond between them
+// is a wait for the matrix unit.
+template <int N> DEV void attend_tiles_held(frag_c (&c)[N]) {
+#pragma unroll
+    for (int i = 0; i < 8 * N; i++) held(c[i / 8].v[i % 8]);
+}
+
+template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
+    typedef attend_tiles_shape<D> S;
+    LDS_GRANTED(u32x4, lds, ROCQ_K_ATTEND_LDS_BYTES(D, 256) / 16);
+    if (a.n_splits == 0) return;
+    const int group = matmul_wave() / 4, columns = ROCQ_K_ATTEND_LDS_COLUMNS((int)n_threads());
+    const attend_task t = attend_task_of(a, (int)(block_index() + a.common.block0), columns);
+    const attend_run run = attend_run_of(a, t, columns, S::TILE);
+    if (t.split >= run.n_runs) return;
+    const int n = run.end > run.begin ? (run.end - run.begin + S::TILE - 1) / S::TILE : 0;
+    f16 *const q_tiles = (f16 *)lds, *const k_tiles = q_tiles + columns * D,
+        *const v_tiles = k_tiles + 2 * S::KV;
+    const attend_rows k = attend_rows_of(a.k, row_of(a.k, t.kv_head, 0, t.seq), a.k.stride[1],
+                                         a.head_dim);
+    const attend_rows v = attend_rows_of(a.v, row_of(a.v, t.kv_head, 0, t.seq), a.v.stride[1],
+                                         a.head_dim);
+    const auto load = [&](int i) { // K and V of tile 0, of tile 1, and so on
+        if (i / 2 < n) {
+            attend_rows from = k;
+            if (i % 2) from = v;
+            attend_tiles_stage<D>((i % 2 ? v_tiles : k_tiles) + i / 2 % 2 * S::KV, from,
+                                  run.begin + i / 2 * S::TILE, run.end);
+        }
+        copies_close();
+    };
+#pragma unroll 1
+    for (int i = 0; i < 3; i++) load(i);
+    if (a.q.format == ROCQ_F32) attend_tiles_stage_q<D, ATTEND_F32>(q_tiles, a, t);
+    else attend_tiles_stage_q<D, ATTEND_WIDE>(q_tiles, a, t);
+
+    attend_tiles_state<D> state;
+    matmul_clear(state.o);
+    const int own = t.column0 + group * 64 + matmul_wave() % 4 * 16;
+    const auto query = [&](int row) {
+        return attend_column_of(a, min(own + row, a.group * a.n_q - 1)).query;
+    };
+    state.all_low = attend_low(a, run.len, query(15));
+    state.all_high = min(attend_high(a, run.len, query(0)), run.end);
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+        state.low[i] = attend_low(a, run.len, query(frag_slot_row(i)));
+        state.high[i] = min(attend_high(a, run.len, query(frag_slot_row(i))), run.end);
+        state.m[i] = -INFINITY;
+        state.l[i] = 0.0f;
+    }
+    const attend_score score = attend_score_of(a);
+    const f16 *const own_q = q_tiles + group * (64 * D);
+    frag_c s[1][S::N];
+    frag_rows p[S::N];
+    const auto multiply_k = [&](int tile) {
+        const f16 *const from = k_tiles + tile % 2 * S::KV;
+        matmul_clear(s);
+        wmma_lds_begin();
+#pragma unroll
+        for (int c = 0; c < S::CHUNKS; c++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                wmma_tile<false, false>(s[0], own_q + c * 4096, from + c * (S::TILE * 64), i);
+        }
+        wmma_lds_end();
+    };
+    const auto multiply_v = [&](int tile) {
+        const f16 *const from = v_tiles + tile % 2 * S::KV;
+#pragma unroll
+        for (int i = 0; i < S::N; i++) wmma_tile_rows<S::TILE>(state.o[0], p[i], from, i);
+        wmma_lds_end();
+    };
+    const auto arrived = [&]() {
+        lds_written();
+        block_sync_lds();
+    };
+    float keep[FRAG_ROW_SLOTS];
+    if (n > 0) {
+        copies_wait<2>(); // K is there, V and the next K are under way
+        arrived();
+        multiply_k(0);
+        wmma_lds_wait();
+        attend_tiles_held(s[0]);
+        attend_tiles_weigh<D>(state, s, keep, score, run.begin);
+#pragma unroll
+        for (int i = 0; i < S::N; i++) p[i] = frag_rows_of(s[0][i]);
+#pragma unroll 1
+        for (int tile = 0; tile + 1 < n; tile++) {
+            copies_wait<0>();
+            arrived();
+            multiply_k(tile + 1);
+            multiply_v(tile);
+#pragma unroll 1
+            for (int i = 0; i < 2; i++) load(2 * tile + 3 + i);
+            wmma_lds_wait<1>();
+            attend_tiles_held(s[0]);
+            const bool moves =
+                attend_tiles_weigh<D>(state, s, keep, score, run.begin + (tile + 1) * S::TILE);
+            attend_tiles_held(s[0]);
+            wmma_lds_wait();
+            attend_tiles_held(state.o[0]);
+            if (moves) {
+#pragma unroll
+                for (int i = 0; i < 8 * (D / 16); i++)
+                    state.o[0][i / 8].v[i % 8] *= keep[frag_row_slot(i % 8)];
+            }
+#pragma unroll
+            for (int i = 0; i < S::N; i++) p[i] = frag_rows_of(s[0][i]);
+        }
+        copies_wait<0>();
+        arrived();
+        wmma_lds_begin();
+        multiply_v(n - 1);
+        wmma_lds_wait();
+        attend_tiles_held(state.o[0]);
+    }
+    copies_wait<0>();
+    block_sync_lds();
+    attend_tiles_finish<D>(a, t, state, run.n_runs, columns, lds);
+}
+#define ROCQ_X(X, d)                                                \
+    KERNEL_WAVES(attention_lds_##d, rocq_k_attention_args, 256, 2) { \
+        if constexpr (WMMA_TILES) attend_tiles<d>(a);               \
+    }
+ROCQ_K_ATTEND_LDS_DIMS(ROCQ_X, unused)
+#undef ROCQ_X
+
+// LDS of attend_wide_tiles: chunks of 64 elements of Q, K and V, then P of each group.
+template <int D> struct attend_wide_tiles_shape {
     enum { TILE = 64, CHUNKS = D / 64, CHUNK = 64 * 64, HALF = D / 2, TILES = 3 * CHUNKS + 2 };
     static_assert(TILES * CHUNK * 2 == ROCQ_K_ATTENTION_LDS_BYTES, "what a launch asks for");
     static_assert(8 * 16 * (HALF + 8) * 4 + TILE * 8 <= ROCQ_K_ATTENTION_LDS_BYTES, "results");
 };
 // What a wave has of its 16 queries, as in attend_state.
-template <int D> struct attend_tiles_state {
-    frag_c o[1][attend_tiles_shape<D>::HALF / 16];
+template <int D> struct attend_wide_tiles_state {
+    frag_c o[1][attend_wide_tiles_shape<D>::HALF / 16];
     float m[FRAG_ROW_SLOTS], l[FRAG_ROW_SLOTS];
 };
 // As attend_weigh, for a tile whose positions are from `first` on; those from n on do not exist.
 // The group's P goes to p_tile.
 template <int D>
-DEV void attend_tiles_weigh(attend_tiles_state<D> &c,
-                            frag_c (&s)[1][attend_tiles_shape<D>::TILE / 16], float factor,
-                            int first, int n, f16 *p_tile) {
-    typedef attend_tiles_shape<D> S;
+DEV void attend_wide_tiles_weigh(attend_wide_tiles_state<D> &c,
+                                 frag_c (&s)[1][attend_wide_tiles_shape<D>::TILE / 16],
+                                 float factor, int first, int n, f16 *p_tile) {
+    typedef attend_wide_tiles_shape<D> S;
     float top[FRAG_ROW_SLOTS];
     bool moves = false;
 #pragma unroll
@@ -7894,9 +8326,9 @@ DEV void attend_tiles_weigh(attend_tiles_state<D> &c,
 
 // Divides the sums of the block's queries by l and stores them.
 template <int D>
-DEV void attend_tiles_finish(const rocq_k_attention_args &a, const attend_task &t,
-                             const attend_tiles_state<D> &c, int n_there, float *lds) {
-    typedef attend_tiles_shape<D> S;
+DEV void attend_wide_tiles_finish(const rocq_k_attention_args &a, const attend_task &t,
+                                  const attend_wide_tiles_state<D> &c, int n_there, float *lds) {
+    typedef attend_wide_tiles_shape<D> S;
     const int wave = matmul_wave();
     float *const m_l = lds + 8 * 16 * (S::HALF + 8);
 #pragma unroll
@@ -7918,13 +8350,13 @@ DEV void attend_tiles_finish(const rocq_k_attention_args &a, const attend_task &
 }
 
 // Prefill of D = 512 where four waves multiply straight from LDS (WMMA_TILES), without what
-// rocq__attention_lds excludes: two groups of four waves for 64 queries, in KV tiles of 64
+// rocq__attention_lds_wide excludes: two groups of four waves for 64 queries, in KV tiles of 64
 // positions. Here rows are queries:
 //   S = Q K^T   [query][position]: both groups compute all of it, so that none waits for the other
 //   O += P V    [query][d]: P goes through LDS; each group has half of O
 // K of the next tile is copied while P and O are computed, V of the next while S is.
-template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
-    typedef attend_tiles_shape<D> S;
+template <int D> DEV void attend_wide_tiles(const rocq_k_attention_args &a) {
+    typedef attend_wide_tiles_shape<D> S;
     static_assert(S::TILE == attend_prefill_shape<D>::COLUMNS, "the host cuts columns so");
     enum { TILE = S::TILE, CHUNKS = S::CHUNKS, CHUNK = S::CHUNK };
     LDS_GRANTED(u32x4, lds, ROCQ_K_ATTENTION_LDS_BYTES / 16);
@@ -7953,7 +8385,7 @@ template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
     load_k(0);
     load_v(0);
     const float factor = attend_score_of(a).factor;
-    attend_tiles_state<D> state;
+    attend_wide_tiles_state<D> state;
     matmul_clear(state.o);
 #pragma unroll
     for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
@@ -7979,7 +8411,7 @@ template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
         block_sync_lds();
         load_k(first + TILE);
 
-        attend_tiles_weigh<D>(state, s, factor, first, n, p_tile);
+        attend_wide_tiles_weigh<D>(state, s, factor, first, n, p_tile);
         copies_wait<1>(); // V is there, K of the next tile is under way
         lds_written();
         block_sync_lds();
@@ -7993,10 +8425,10 @@ template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
         load_v(first + TILE);
     }
     copies_wait<0>();
-    attend_tiles_finish<D>(a, t, state, n_there, (float *)lds);
+    attend_wide_tiles_finish<D>(a, t, state, n_there, (float *)lds);
 }
 KERNEL_WAVES(attention_lds_512, rocq_k_attention_args, 256, 2) {
-    if constexpr (WMMA_TILES) attend_tiles<512>(a);
+    if constexpr (WMMA_TILES) attend_wide_tiles<512>(a);
 }
 
 #define ROCQ_X(X, d) \

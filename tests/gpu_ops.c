@@ -737,10 +737,73 @@ static void test_attention_wide(void **state) {
     random_state = saved;
 }
 
+// The kernels attention_lds: every size of a head and of a block, whole and ragged tiles of columns
+// and positions, one tile and several, groups, sequences, formats, options, outputs in all formats
+// and in the place of Q, a first tile whose scores are all -infinity; and what they must leave to
+// other kernels.
+static int64_t attention_lds_launches(void) {
+    int64_t n = 0;
+    for (int i = ROCQ_K_attention_lds_64; i <= ROCQ_K_attention_lds_256; i++)
+        n += gpu->gpu->launches[i];
+    return n;
+}
+
+static void test_attention_lds(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    const int64_t before = attention_lds_launches();
+    const bool lds_tiles = gpu->gpu->chip.lds_tiles;
+    rocq_info info;
+    rocq_get_info(gpu, &info);
+    if (!lds_tiles && !strstr(info.device, "simt")) skip();
+    gpu->gpu->chip.lds_tiles = true;
+    enum { TAKEN = 40, LEFT = 5 };
+    for (int i = 0; i < TAKEN + LEFT; i++) {
+        static const int64_t dims[] = {64, 128, 256, 120, 96, 192, 32, 80};
+        static const int64_t queries[] = {33, 64, 65, 130, 41};
+        static const int64_t lengths[] = {64, 1, 140, 65, 300, 128, 257};
+        static const rocq_format kv[] = {ROCQ_F16, ROCQ_F16, ROCQ_F32, ROCQ_BF16, ROCQ_Q8_0,
+                                         ROCQ_Q4_0};
+        const int other = i - TAKEN;
+        const int64_t d = other == 0 ? 60 : dims[i % 8], heads = 1 + i % 3 / 2;
+        const bool blocks = d % 32 == 0;
+        const attend s = {.d = d, .n_heads = heads * (1 + i % 4 % 3), .n_kv_heads = heads,
+                          .n_q = other == 1 ? 1 : queries[i % 5], .n_kv = lengths[i % 7],
+                          .n_seqs = 1 + i % 2, .q = floats[i / 2 % 2],
+                          .k = other == 4 ? ROCQ_Q8_0 : kv[blocks ? i / 3 % 6 : i % 4],
+                          .v = kv[blocks ? i / 5 % 6 : i % 4],
+                          .out = i % 4 == 1             ? ROCQ_F16
+                                 : i % 4 == 2 && blocks ? ROCQ_Q8_0
+                                                        : ROCQ_F32,
+                          .in_place = i % 4 == 3, .sinks = i % 5 == 4, .causal = i % 3 != 0,
+                          .kv_len = i % 7 == 3, .window = i % 6 == 1 ? 1 + 5 * i : 0,
+                          .softcap = i % 6 == 5 ? 8.0f : 0.0f, .mask = other == 2,
+                          .page_size = other == 3 ? 16 : 0, .hadamard = other == 4 && blocks};
+        gpu->gpu->chip.n_units = i / 2 % 2 ? 1 : 5; // heads of 128: 256 threads a block, or 128
+        check_attention(&s);
+    }
+    const attend infinite = {.d = 64, .n_heads = 1, .n_kv_heads = 1, .n_q = 65, .n_kv = 200,
+                             .n_seqs = 1, .k = ROCQ_F16, .v = ROCQ_F16, .infinite = 128};
+    check_attention(&infinite);
+    for (int i = 0; i < 2; i++) { // in two runs, which are merged
+        const attend runs = {.d = i ? 192 : 64, .n_heads = 4, .n_kv_heads = 2, .n_q = 35,
+                             .n_kv = 2085, .n_seqs = 1, .k = ROCQ_F16, .v = ROCQ_F16,
+                             .causal = true, .sinks = i == 0, .kv_len = i == 1,
+                             .out = i ? ROCQ_Q8_0 : ROCQ_F32};
+        gpu->gpu->chip.n_units = 10;
+        check_attention(&runs);
+    }
+    assert_int_equal(attention_lds_launches(), before + TAKEN + 3);
+    gpu->gpu->chip.lds_tiles = lds_tiles;
+    gpu->gpu->chip.n_units = n_units;
+    random_state = saved;
+}
+
 // The kernel attention_lds_512: whole and ragged tiles of queries and positions, one tile and
 // several, heads, sequences, sinks, outputs in all formats and in the place of Q, a first tile
 // whose scores are all -infinity; and what it must leave to other kernels.
-static void test_attention_lds(void **state) {
+static void test_attention_lds_wide(void **state) {
     (void)state;
     const uint64_t saved = random_state;
     const int32_t n_units = gpu->gpu->chip.n_units;
@@ -4013,6 +4076,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_attention_heads),
         cmocka_unit_test(test_attention_formats), cmocka_unit_test(test_attention_options),
         cmocka_unit_test(test_attention_wide),  cmocka_unit_test(test_attention_lds),
+        cmocka_unit_test(test_attention_lds_wide),
         cmocka_unit_test(test_attention_long),  cmocka_unit_test(test_attention_scratch),
         cmocka_unit_test(test_attention_step),  cmocka_unit_test(test_attention_step_mixed),
         cmocka_unit_test(test_graph_joins_append_step),

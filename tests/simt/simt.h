@@ -1079,6 +1079,12 @@ DEV float frag_row_sum(float x, SIMT_LINE) {
 template <typename F> DEV void frag_put_halves(const frag_c &c, F at, SIMT_LINE) {
     for (int v = 0; v < 8; v++) lput(at(frag_row(v), frag_col(v)), (f16)c.v[v], line);
 }
+template <typename F> DEV void frag_put_floats(const frag_c &c, F at, SIMT_LINE) {
+    for (int v = 0; v < 8; v++) {
+        float *const to = at(frag_row_slot(v), frag_col(v));
+        if (to) gstore(to, c.v[v], line);
+    }
+}
 
 struct frag_halves { u32x4 lo, hi; };
 DEV frag frag_load(const f16 *tile, int stride, SIMT_LINE) {
@@ -1234,6 +1240,53 @@ DEV void wmma_tile(frag_c (&c)[N], const f16 *a, const f16 *b, int s, SIMT_LINE)
                             },
                             &c, a, b, {s, 0, 0, 0}, line, own.batch});
     simt_tiles_check<A_TURNED, B_TURNED, N>(own.products.back());
+}
+// Rows of a in registers: of all 16 r the values in the lane's rows, in F16.
+struct frag_rows { u32x4 at[16]; };
+DEV frag_rows frag_rows_of(const frag_c &c, SIMT_LINE) {
+    uint32_t w[4];
+    for (int i = 0; i < 4; i++) {
+        const f16x2 h = {(f16)c.v[2 * i], (f16)c.v[2 * i + 1]};
+        w[i] = __builtin_bit_cast(uint32_t, h);
+    }
+    const simt_met met = simt_meet(simt_op(SIMT_AT_READ, line), (uint64_t)w[1] << 32 | w[0],
+                                   (uint64_t)w[3] << 32 | w[2]);
+    frag_rows rows;
+    for (int r = 0; r < 16; r++) { // lanes r and r + 16 have column r
+        const simt_lane &from = met.wave[(thread_index() & 16) + (uint32_t)r];
+        const uint64_t low = from.value[met.side], high = from.aux[met.side];
+        rows.at[r] = u32x4{(uint32_t)low, (uint32_t)(low >> 32), (uint32_t)high,
+                           (uint32_t)(high >> 32)};
+    }
+    return rows;
+}
+template <int R> DEV int simt_rows_at(int row, int r) {
+    return (row / 64 * R + r) * 64 + (row % 64 / 8 ^ (r & 7)) * 8 + row % 8;
+}
+template <int R, int N> DEV void simt_rows_check(const simt_product &p) {
+    for (int i = (int)(thread_index() & 31); i < 32 * N; i += 32) { // vectors of b
+        lget((const u32x4 *)(p.b + simt_rows_at<R>(i % (2 * N) * 8, 16 * p.by[0] + i / (2 * N))),
+             p.line);
+    }
+}
+template <int R, int N>
+SIMT_UNCHECKED inline void simt_rows(frag_c (&c)[N], const f16 *a, const f16 *b, int s) {
+    for (int r = 0; r < 16; r++) {
+        for (int j = 0; j < N; j++) {
+            const float y = (float)b[simt_rows_at<R>(16 * j + frag_col(0), 16 * s + r)];
+            for (int v = 0; v < 8; v++) c[j].v[v] += (float)a[8 * r + v] * y;
+        }
+    }
+}
+template <int R, int N>
+DEV void wmma_tile_rows(frag_c (&c)[N], const frag_rows &a, const f16 *b, int s, SIMT_LINE) {
+    simt_pending &own = simt_own_pending();
+    own.products.push_back({[](const simt_product &p) {
+                                simt_rows_check<R, N>(p);
+                                simt_rows<R>(*(frag_c(*)[N])p.c, p.a, p.b, p.by[0]);
+                            },
+                            &c, (const f16 *)&a, b, {s, 0, 0, 0}, line, own.batch});
+    simt_rows_check<R, N>(own.products.back());
 }
 DEV void simt_copy_begins(u32x4 *to, const u32x4 &value, int line) {
     const u32x4 nans = {~0u, ~0u, ~0u, ~0u};
