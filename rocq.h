@@ -3263,9 +3263,9 @@ typedef struct rocq_k_matmul_args {
 //             F16, Q F32, all in rows of whole 16 bytes, and there is no mask, cap, window, sink or
 //             lse
 // attention_lds_512 has 256 threads and no splits; rocq__attention_lds says what it takes.
-// attention_group takes what attention_step takes, and heads of 256, on chips with the kernels named
-// _lds. Its tiles are of ROCQ_K_GROUP_COLUMNS columns and its blocks of ROCQ_K_GROUP_THREADS; how
-// many of n_splits blocks have a run, it decides by how many positions there are.
+// attention_group takes what attention_step takes, and heads of 256, on chips with the kernels
+// named _lds. Its tiles are of ROCQ_K_GROUP_COLUMNS columns and its blocks of ROCQ_K_GROUP_THREADS;
+// how many of n_splits blocks have a run, it decides by how many positions there are.
 // The launches of a cut grid must run one after the other, since they may share tiles.
 typedef struct rocq_k_attention_args {
     rocq_k_common common;
@@ -20947,13 +20947,13 @@ static bool rocq__attention_lds(const rocq__chip *chip, const rocq_attention_par
     return true;
 }
 
-// Whether the kernel attention_step can do this attention, or attention_group on chips that have it:
-// one query, K and V in plain F16, and no option but causal. The blocks of attention_step have one
-// head each, so each head of a group reads K and V for itself. For long sequences, from
-// ROCQ__ATTENTION_STEP on, that takes longer than attention_decode, where one block has all heads of
-// a group. attention_group has 8 heads in a block, and no limit. The answer depends neither on a tuned
-// configuration nor on whether a rope_append has been joined with the attention, so that joining
-// changes no result.
+// Whether the kernel attention_step can do this attention, or attention_group on chips that have
+// it: one query, K and V in plain F16, and no option but causal. The blocks of attention_step have
+// one head each, so each head of a group reads K and V for itself. For long sequences, from
+// ROCQ__ATTENTION_STEP on, that takes longer than attention_decode, where one block has all heads
+// of a group. attention_group has 8 heads in a block, and no limit. The answer depends neither on a
+// tuned configuration nor on whether a rope_append has been joined with the attention, so that
+// joining changes no result.
 static bool rocq__attention_steps(const rocq__chip *chip, const rocq_attention_params *p) {
     const rocq_tensor *const kv[2] = {p->k, p->v};
     const int64_t d = p->q->ne[0], group = p->q->ne[1] / p->k->ne[1];

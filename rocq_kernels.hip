@@ -426,9 +426,9 @@ DEV frag frag_from_c(const frag_c &c) {
     }
     return f;
 }
-// The same with only 8 columns: values v of frag_c8 are those of frag_c with these numbers, and B has
-// rows 0-7. frag_turned is an A operand of what lies in LDS as a B operand's rows would: element
-// (row, k) is tile[frag_k_row(k) * stride + row].
+// The same with only 8 columns: values v of frag_c8 are those of frag_c with these numbers, and B
+// has rows 0-7. frag_turned is an A operand from a tile that lies in LDS the other way round, k
+// after k, in the order of frag_from_c: element (row, k) is tile[frag_k_row(k) * stride + row].
 enum { FRAG_8_VALUES = 4, FRAG_8_SLOTS = 2 };
 struct frag_c8 { float v[4]; };
 struct frag_b8 { uint32_t w[2]; };
@@ -7547,20 +7547,21 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
     }
 }
 
-// A decode step over plain F16 rows on chips with WMMA_TILES, whose LDS is large and whose copies to
-// it take no registers (attention_group). A block has a run of positions and up to COLUMNS heads of a KV head's group, so
-// that K and V are read once for all of them. Its waves take KV tiles in turn. Each has a ring in
-// LDS of its own, of UNITS units: a unit is K or V of one of its tiles, K[0] V[0] K[1] V[1] and so
-// on. Once it is done with a unit, the wave requests the one that is UNITS further on in its place.
-// So as many bytes as a ring holds are in flight all the time, and they take no registers.
+// A decode step over plain F16 rows on chips with WMMA_TILES, whose LDS is large and whose copies
+// to it take no registers (attention_group). A block has a run of positions and up to COLUMNS heads
+// of a KV head's group, so that K and V are read once for all of them. Its waves take KV tiles in
+// turn. Each has a ring in LDS of its own, of UNITS units: a unit is K or V of one of its tiles,
+// K[0] V[0] K[1] V[1] and so on. Once it is done with a unit, the wave requests the one that is
+// UNITS further on in its place. So as many bytes as a ring holds are in flight all the time, and
+// they take no registers.
 //
 //   D                 64   128   256
 //   TILE              32    16    16    positions of a wave
 //   UNITS              4     4     2
 //   LDS, in KB       149   141   140
 //
-// S = K Q^T, P and O = O + V^T P are as in the other kernels (see the top of this part), on tiles of
-// 8 columns. Columns past the group's last one have zeros for Q, and nothing of them is stored.
+// S = K Q^T, P and O = O + V^T P are as in the other kernels (see the top of this part), on tiles
+// of 8 columns. Columns past the group's last one have zeros for Q, and nothing of them is stored.
 // At the end the waves leave o, m and l in the place of the rings, where the block merges them. If
 // there are several runs each block stores its result in work: m and l of the columns, then o of
 // one column after the other. In the last block to finish the waves take the runs in turn and leave
@@ -7982,7 +7983,7 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
     block_sync_lds();
     attend_group_put<D>(state, sums, m_l);
     block_sync_lds();
-    // The first block stores the new rows in the caches, when none of its waves reads them any more.
+    // The first block stores the new rows in the caches, when no wave of it reads them any more.
     if (append && cell >= 0 && t.split == 0 && t.column0 == 0 && thread < 2 * S::QUADS) {
         const bool of_v = thread >= S::QUADS;
         char *const row = row_of(of_v ? a.v : a.k, t.kv_head, cell, 0);
