@@ -828,6 +828,10 @@ static void attention_step_cases(bool grouped) {
                           .step = true};
         check_attention(&s);
     }
+    const attend many = {.d = 128, .n_heads = 1, .n_kv_heads = 1, .n_q = 1, .n_kv = 2900,
+                         .n_seqs = 1, .k = ROCQ_F16, .v = ROCQ_F16, .step = true};
+    gpu->gpu->chip.n_units = 64; // attention_group has 37 runs: a wave merges five, four at once
+    check_attention(&many);
     gpu->gpu->chip.n_units = n_units;
 }
 static void test_attention_step(void **state) {
