@@ -7861,15 +7861,21 @@ DEV void attend_group_add_runs(const float *results, int n_runs, int n_there, fl
     }
 }
 
-// Positions of a run: of n runs, where merging n takes about as long as reading len / n positions.
-// That is so if n is the root of len / (2 columns). A short head is one run.
+// The runs of len positions, and the one that is the block's. With n runs, merging takes about as
+// long as reading len / n positions if n is the root of len / (4 columns). A short head is one run.
 template <int D>
-DEV int attend_group_length(const rocq_k_attention_args &a, int len, int n_there) {
+DEV attend_run attend_group_run_of(const rocq_k_attention_args &a, int len, int n_there,
+                                   int run) {
     enum { TILE = attend_group_shape<D>::TILE };
-    if (len <= ROCQ_K_GROUP_RUN / D || a.n_splits == 1) return len;
-    const float even = exp2_fast(0.5f * (log2_fast((float)len) - log2_fast(2.0f * (float)n_there)));
-    const int n = max(min((int)even, a.n_splits), 1);
-    return ((len + n - 1) / n + TILE - 1) / TILE * TILE;
+    int n = 1;
+    if (len > ROCQ_K_GROUP_RUN / D) {
+        const float columns = (float)n_there,
+                    even = exp2_fast(0.5f * (log2_fast((float)len) - log2_fast(4.0f * columns)));
+        n = max(min((int)even, a.n_splits), 1);
+    }
+    const int length = ((len + n - 1) / n + TILE - 1) / TILE * TILE;
+    const int begin = run * length;
+    return {len, begin, min(begin + length, len), (len + length - 1) / length};
 }
 
 template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
@@ -7886,24 +7892,6 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
     const int n_there = min((int)S::COLUMNS, a.group - t.column0);
     const bool append = a.rotation.pos != 0;
 
-    const int len = attend_length(a, t.seq), length = attend_group_length<D>(a, len, n_there);
-    attend_group_stream<D> stream;
-    stream.first = t.split * length + wave * S::TILE;
-    stream.end = min((t.split + 1) * length, len);
-    if (t.split * length >= len) return;
-    stream.paged = a.page_table != 0;
-    stream.k = row_of(a.k, t.kv_head, 0, stream.paged ? 0 : t.seq);
-    stream.v = row_of(a.v, t.kv_head, 0, stream.paged ? 0 : t.seq);
-    stream.k_step = (uint32_t)a.k.stride[1];
-    stream.v_step = (uint32_t)a.v.stride[1];
-    stream.seq = t.seq;
-    stream.unit = 0;
-    stream.ring = (f16 *)(at + S::RING_AT) + wave * (S::UNITS * S::UNIT);
-    stream.rows = (int32_t *)(at + S::ROWS_AT) + wave * (S::LISTS * S::TILE);
-    int first = stream.first; // of the tile that is next to be used
-#pragma unroll 1
-    for (int u = 0; u < S::UNITS; u++) attend_group_request(stream, a);
-
     rotation_quad quad[S::LOADS] = {};
 #pragma unroll
     for (int j = 0; j < S::LOADS; j++) {
@@ -7918,6 +7906,24 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
         position = gload(a.rotation.pos);
         cell = wave_read(gload(a.rotation.cell), 0);
     }
+    const attend_run run = attend_group_run_of<D>(a, attend_length(a, t.seq), n_there, t.split);
+    if (t.split >= run.n_runs) return;
+    attend_group_stream<D> stream;
+    stream.paged = a.page_table != 0;
+    stream.k = row_of(a.k, t.kv_head, 0, stream.paged ? 0 : t.seq);
+    stream.v = row_of(a.v, t.kv_head, 0, stream.paged ? 0 : t.seq);
+    stream.k_step = (uint32_t)a.k.stride[1];
+    stream.v_step = (uint32_t)a.v.stride[1];
+    stream.seq = t.seq;
+    stream.first = run.begin + wave * S::TILE;
+    stream.end = run.end;
+    stream.unit = 0;
+    stream.ring = (f16 *)(at + S::RING_AT) + wave * (S::UNITS * S::UNIT);
+    stream.rows = (int32_t *)(at + S::ROWS_AT) + wave * (S::LISTS * S::TILE);
+    int first = stream.first;
+#pragma unroll 1
+    for (int u = 0; u < S::UNITS; u++) attend_group_request(stream, a);
+
     for (int i = thread; i < a.rotation.n_dims / 2; i += ROCQ_K_GROUP_THREADS)
         rotation_angle(a.rotation, position, i, sine, cosine);
     block_sync_lds();
@@ -7948,33 +7954,30 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
         state.m[i] = -INFINITY;
         state.l[i] = 0.0f;
     }
-    frag_b8 p[S::FRAGS] = {};
 #pragma unroll 1
-    for (int unit = 0; first < stream.end; unit++) {
-        const bool of_v = unit & 1;
-        const f16 *const tile =
-            attend_group_take(stream, unit, first, cell, fresh + of_v * S::STRIDE);
-        if (!of_v) {
-            const int left = stream.end - first;
-            uint32_t seen = left >= 32 ? ~0u : (1u << left) - 1;
-            if (stream.paged) {
-                const int32_t *const rows = attend_group_rows(stream, unit);
-                seen = wave_ballot(lget(rows + lane_index() % S::TILE) >= 0);
-            }
-            frag_c8 s[S::FRAGS];
-            attend_group_scores<D>(s, tile, q, factor, seen);
-            attend_group_weigh<D>(state, s);
+    for (int unit = 0; first < run.end; unit += 2, first += S::TILE * S::WAVES) {
+        const f16 *const k = attend_group_take(stream, unit, first, cell, fresh);
+        uint32_t seen = run.end - first >= 32 ? ~0u : (1u << (run.end - first)) - 1;
+        if (stream.paged) {
+            const int lane = lane_index();
+            seen = wave_ballot(lget(attend_group_rows(stream, unit) + lane % S::TILE) >= 0);
+        }
+        frag_c8 s[S::FRAGS];
+        attend_group_scores<D>(s, k, q, factor, seen);
+        wave_sync();
+        attend_group_request(stream, a);
+        attend_group_weigh<D>(state, s);
+        frag_b8 p[S::FRAGS];
 #pragma unroll
-            for (int b = 0; b < S::FRAGS; b++) p[b] = frag_b8_from_c(s[b]);
-        } else {
+        for (int b = 0; b < S::FRAGS; b++) p[b] = frag_b8_from_c(s[b]);
+
+        const f16 *const v =
+            attend_group_take(stream, unit + 1, first, cell, fresh + S::STRIDE);
 #pragma unroll
-            for (int b = 0; b < S::FRAGS; b++) {
-                const f16 *const v = tile + 16 * b * S::STRIDE;
+        for (int b = 0; b < S::FRAGS; b++) {
 #pragma unroll
-                for (int f = 0; f < S::O_FRAGS; f++)
-                    wmma(state.o[f], frag_turned(v + 16 * f, S::STRIDE), p[b]);
-            }
-            first += S::TILE * S::WAVES;
+            for (int f = 0; f < S::O_FRAGS; f++)
+                wmma(state.o[f], frag_turned(v + 16 * b * S::STRIDE + 16 * f, S::STRIDE), p[b]);
         }
         wave_sync();
         attend_group_request(stream, a);
@@ -7991,34 +7994,33 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
                lget((const u32x2 *)(fresh + of_v * S::STRIDE) + thread % S::QUADS));
     }
 
-    const int n_runs = (len + length - 1) / length, quads = n_there * S::QUADS;
-    float *results = a.work;
-    if (n_runs > 1) results += (int64_t)t.tile_index * a.n_splits * S::RESULT;
-    for (bool whole = n_runs == 1;; whole = true) {
-        for (int i = thread; i - thread < quads; i += ROCQ_K_GROUP_THREADS) {
-            const int column = min(i / S::QUADS, n_there - 1), d = i % S::QUADS * 4;
-            attend_group_sum r = attend_group_add_waves<D>(sums, m_l, column, d);
-            if (!whole) {
-                if (i >= quads) continue;
-                float *const to = results + t.split * S::RESULT;
-                gstore((u32x4 *)(to + 2 * S::COLUMNS) + i, attend_group_words(r));
-                if (d == 0)
-                    gstore((u32x2 *)to + column, make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
-                continue;
+    if (run.n_runs > 1) {
+        float *const results = a.work + (int64_t)t.tile_index * a.n_splits * S::RESULT,
+                     *const to = results + t.split * S::RESULT;
+        for (int i = thread; i < n_there * S::QUADS; i += ROCQ_K_GROUP_THREADS) {
+            const int column = i / S::QUADS, d = i % S::QUADS * 4;
+            const attend_group_sum r = attend_group_add_waves<D>(sums, m_l, column, d);
+            gstore((u32x4 *)(to + 2 * S::COLUMNS) + i, attend_group_words(r));
+            if (d == 0) {
+                gstore((u32x2 *)to + column, make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
             }
-            const int head = t.kv_head * a.group + t.column0 + column;
-            const float share = r.l != 0.0f ? rcp_fast(r.l) : 0.0f;
-#pragma unroll
-            for (int e = 0; e < 4; e++) r.x[e] = r.l != 0.0f ? r.x[e] * share : 0.0f;
-            put4(a.out, is_wide(a.out), row_of(a.out, head, 0, t.seq),
-                 (uint32_t)(head + a.n_heads * t.seq), d, i < quads ? 4 : 0, r.x);
         }
-        if (whole) return;
         uint32_t *const counter = a.counter + t.tile_index;
-        if (block_ticket(counter, (uint32_t *)(at + S::WORD_AT)) != (uint32_t)n_runs - 1) return;
+        if (block_ticket(counter, (uint32_t *)(at + S::WORD_AT)) != (uint32_t)run.n_runs - 1)
+            return;
         if (thread == 0) gstore(counter, 0u);
-        attend_group_add_runs<D>(results, n_runs, n_there, sums, m_l);
+        attend_group_add_runs<D>(results, run.n_runs, n_there, sums, m_l);
         block_sync_lds();
+    }
+    for (int first_quad = 0; first_quad < n_there * S::QUADS; first_quad += ROCQ_K_GROUP_THREADS) {
+        const int i = first_quad + thread, column = min(i / S::QUADS, n_there - 1),
+                  d = i % S::QUADS * 4, head = t.kv_head * a.group + t.column0 + column;
+        attend_group_sum r = attend_group_add_waves<D>(sums, m_l, column, d);
+        const float share = r.l != 0.0f ? rcp_fast(r.l) : 0.0f;
+#pragma unroll
+        for (int e = 0; e < 4; e++) r.x[e] = r.l != 0.0f ? r.x[e] * share : 0.0f;
+        put4(a.out, is_wide(a.out), row_of(a.out, head, 0, t.seq),
+             (uint32_t)(head + a.n_heads * t.seq), d, i < n_there * S::QUADS ? 4 : 0, r.x);
     }
 }
 
