@@ -2825,6 +2825,7 @@ enum {
     ROCQ_K_NORM_THREADS = 512,// of a block of norm, which computes one row
     ROCQ_K_ATTEND_RUN = 128,  // fewest positions that one of several blocks of attention takes
     ROCQ_K_STEP_RUN = 512,    // attention_step: a head with up to so many positions may be one run
+    ROCQ_K_GROUP_RUN = 32768, // attention_group: positions times D up to which there is one run
     ROCQ_K_CONV_W = 8,        // a block of a conv: columns and rows of y
     ROCQ_K_CONV_H = 16,
     ROCQ_K_CONV_PATCH = 180,  // most positions of z in LDS: 3x3 taps of such a block
@@ -3241,6 +3242,9 @@ typedef struct rocq_k_matmul_args {
 #define ROCQ_K_PREFILL_THREADS(D) ((D) == 512 ? 512 : 128)
 #define ROCQ_K_ATTEND_WIDE_LDS 61712      // bytes of LDS of attention_prefill_512
 #define ROCQ_K_ATTENTION_LDS_BYTES 212992 // and of attention_lds_512
+#define ROCQ_K_GROUP_COLUMNS 8            // of a block of attention_group
+#define ROCQ_K_GROUP_THREADS 256
+#define ROCQ_K_GROUP_LDS 155648
 
 // attention_lds_D, D up to 256, of 128 or 256 threads: positions of a KV tile, columns of a block,
 // bytes of LDS that a launch asks for.
@@ -3267,6 +3271,9 @@ typedef struct rocq_k_matmul_args {
 //             lse
 // rocq__attention_lds and rocq__attention_lds_wide say what the kernels attention_lds take;
 // attention_lds_512 has 256 threads and no splits.
+// attention_group takes what attention_step takes, and heads of 256, on chips with the kernels
+// named _lds. Its tiles are of ROCQ_K_GROUP_COLUMNS columns and its blocks of ROCQ_K_GROUP_THREADS;
+// how many of n_splits blocks have a run, it decides by how many positions there are.
 // The launches of a cut grid must run one after the other, since they may share tiles.
 typedef struct rocq_k_attention_args {
     rocq_k_common common;
@@ -3527,6 +3534,9 @@ enum {
 #define ROCQ_K_ATTENTION_STEP(X, d) X(attention_step_##d, rocq_k_attention_args, 128)
 #define ROCQ_K_ATTEND_LDS_DIMS(F, X) F(X, 64) F(X, 128) F(X, 256)
 #define ROCQ_K_ATTENTION_LDS(X, d) X(attention_lds_##d, rocq_k_attention_args, 256)
+#define ROCQ_K_GROUP_DIMS(F, X) F(X, 64) F(X, 128) F(X, 256)
+#define ROCQ_K_ATTENTION_GROUP(X, d) \
+    X(attention_group_##d, rocq_k_attention_args, ROCQ_K_GROUP_THREADS)
 
 #define ROCQ_K_ATTENTION_BACKWARD(X, d) \
     X(attention_backward_##d, rocq_k_attention_backward_args, ROCQ_K_BACK_THREADS(d))
@@ -3610,6 +3620,7 @@ enum {
     ROCQ_K_HEAD_DIMS(ROCQ_K_ATTENTION, X)                    \
     ROCQ_K_STEP_DIMS(ROCQ_K_ATTENTION_STEP, X)               \
     ROCQ_K_ATTEND_LDS_DIMS(ROCQ_K_ATTENTION_LDS, X)          \
+    ROCQ_K_GROUP_DIMS(ROCQ_K_ATTENTION_GROUP, X)             \
     X(attention_lds_512, rocq_k_attention_args, 256)         \
     X(norm, rocq_k_norm_args, 512)                           \
     X(rope, rocq_k_rope_args, 256)                           \
@@ -18860,6 +18871,10 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel, uint32_t threads)
     if (kernel == ROCQ_K_attention_lds_512 && gpu->chip.lds_tiles) {
         return ROCQ_K_ATTENTION_LDS_BYTES;
     }
+#define ROCQ_X(X, d) \
+    if (kernel == ROCQ_K_attention_group_##d && gpu->chip.lds_tiles) return ROCQ_K_GROUP_LDS;
+    ROCQ_K_GROUP_DIMS(ROCQ_X, )
+#undef ROCQ_X
     if ((kernel == ROCQ_K_conv_lds_64 || kernel == ROCQ_K_conv_lds_16) && gpu->chip.lds_tiles) {
         const uint32_t m = kernel == ROCQ_K_conv_lds_64 ? 64 : 16;
         return ROCQ_K_CONV_LDS_BYTES(m, threads / 128);
@@ -20998,19 +21013,20 @@ static int rocq__attention_lds(const rocq__chip *chip, const rocq_attention_para
     return site->k > 64 && site->k <= 128 && 4 * wide >= 3 * chip->n_units ? 256 : 128;
 }
 
-// Whether the kernel attention_step can do this attention: one query, K and V in plain F16, and no
-// option but causal. Its blocks have one head each, so each head of a group reads K and V for
-// itself. For long sequences, from ROCQ__ATTENTION_STEP on, that takes longer than
-// attention_decode, where one block has all heads of a group. The answer depends neither on a tuned
-// configuration nor on whether a rope_append has been joined with the attention, so that joining
-// changes no result.
-static bool rocq__attention_steps(const rocq_attention_params *p) {
+// Whether the kernel attention_step can do this attention, or attention_group on chips that have
+// it: one query, K and V in plain F16, and no option but causal. The blocks of attention_step have
+// one head each, so each head of a group reads K and V for itself. For long sequences, from
+// ROCQ__ATTENTION_STEP on, that takes longer than attention_decode, where one block has all heads
+// of a group. attention_group has 8 heads in a block, and no limit. The answer depends neither on a
+// tuned configuration nor on whether a rope_append has been joined with the attention, so that
+// joining changes no result.
+static bool rocq__attention_steps(const rocq__chip *chip, const rocq_attention_params *p) {
     const rocq_tensor *const kv[2] = {p->k, p->v};
     const int64_t d = p->q->ne[0], group = p->q->ne[1] / p->k->ne[1];
     const int64_t n_kv = rocq__attention_positions(p);
     if (p->mask || p->sinks || p->lse || p->softcap > 0.0f || p->window > 0 || p->q->ne[2] != 1 ||
-        group > ROCQ_K_DECODE_COLUMNS || (group > 1 && n_kv > ROCQ__ATTENTION_STEP / group) ||
-        (d != 64 && d != 128) ||
+        group > ROCQ_K_DECODE_COLUMNS || (d != 64 && d != 128 && !(d == 256 && chip->lds_tiles)) ||
+        (group > 1 && n_kv > ROCQ__ATTENTION_STEP / group && !chip->lds_tiles) ||
         p->q->format != ROCQ_F32 || !rocq__attention_aligned(p->q)) {
         return false;
     }
@@ -21062,10 +21078,19 @@ static rocq__attention_grid rocq__attention_cut(rocq_ctx *ctx, const rocq_attent
         g.head = 64 << size;
         g.kernel = ROCQ_K_attention_lds_64 + size;
     }
-    // attention_step has a block for each run of each head. Where heads share K and V it is used
-    // only if the chip has a unit for every head.
-    if (!lds && decode && g.n_tiles == 1 && (group == 1 || heads <= chip->n_units) &&
-        rocq__attention_steps(p)) {
+    // attention_group has a block for each run of up to 8 heads that share K and V, and a unit of
+    // the chip for each block. attention_step has a block for each run of each head; where heads
+    // share K and V it is used only if the chip has a unit for every head.
+    const bool steps = !lds && rocq__attention_steps(chip, p);
+    if (steps && chip->lds_tiles) {
+        g.tile = ROCQ_K_GROUP_COLUMNS;
+        g.n_tiles = (group + g.tile - 1) / g.tile;
+        g.blocks = g.n_tiles * p->k->ne[1] * p->q->ne[3];
+        g.n_splits = g.blocks <= ROCQ__COUNTERS ? ROCQ__MAX(chip->n_units / g.blocks, 1) : 1;
+        g.kernel = site.k == 64    ? ROCQ_K_attention_group_64
+                   : site.k == 128 ? ROCQ_K_attention_group_128
+                                   : ROCQ_K_attention_group_256;
+    } else if (steps && decode && g.n_tiles == 1 && (group == 1 || heads <= chip->n_units)) {
         const int64_t most = (int64_t)site.n * site.k / ROCQ__ATTENTION_FLIGHT;
         const int64_t runs =
             heads <= ROCQ__COUNTERS ? ROCQ__ATTENTION_BLOCKS * chip->n_units / heads : 1;
@@ -24480,7 +24505,7 @@ static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node, rocq__join
         }
     }
     // A block that has one head reads four elements at once, and four of their partners.
-    if (rocq__attention_steps(p) &&
+    if (rocq__attention_steps(rocq__chip_of(ctx), p) &&
         (!rocq__attention_aligned(append->k) || !rocq__attention_aligned(append->v) ||
          append->rope.n_dims % 8 != 0)) {
         return false;

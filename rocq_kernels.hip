@@ -192,6 +192,11 @@ DEV uint32_t block_index() { return blockIdx.x; }
 DEV uint32_t block_index_z() { return blockIdx.z; }
 DEV void fence_device() { __threadfence(); }
 DEV uint32_t atomic_inc(uint32_t *p) { return atomicAdd(p, 1u); }
+DEV uint32_t atomic_ticket(uint32_t *p) { // as atomic_inc, and a fence
+    uint32_t old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(old) : "l"(p) : "memory");
+    return old;
+}
 DEV void atomic_add(uint32_t *p, uint32_t n) { atomicAdd(p, n); }
 DEV uint32_t atomic_look(const uint32_t *p) {
     uint32_t v;
@@ -428,6 +433,41 @@ DEV frag frag_from_c(const frag_c &c) {
         f.w[(i & 1) * 2 + (i >> 1)] = frag_transpose(w);
     }
     return f;
+}
+// The same with only 8 columns: values v of frag_c8 are those of frag_c with these numbers, and B
+// has rows 0-7. frag_turned is an A operand from a tile that lies in LDS the other way round, k
+// after k, in the order of frag_from_c: element (row, k) is tile[frag_k_row(k) * stride + row].
+enum { FRAG_8_VALUES = 4, FRAG_8_SLOTS = 2 };
+struct frag_c8 { float v[4]; };
+struct frag_b8 { uint32_t w[2]; };
+DEV frag_b8 frag_load_b8(const f16 *tile, int stride) { // LDS
+    const f16 *const at = tile + (int)(threadIdx.x & 31) / 4 * stride + 2 * (int)(threadIdx.x & 3);
+    return {{*(const uint32_t *)at, *(const uint32_t *)(at + 8)}};
+}
+DEV frag_b8 frag_b8_from_c(const frag_c8 &c) {
+    frag_b8 f;
+    for (int i = 0; i < 2; i++) {
+        const __half2 h = __floats2half2_rn(c.v[2 * i], c.v[2 * i + 1]);
+        uint32_t w;
+        memcpy(&w, &h, 4);
+        f.w[i] = frag_transpose(w);
+    }
+    return f;
+}
+DEV frag frag_turned(const f16 *tile, int stride) { // LDS
+    const int lane = (int)(threadIdx.x & 31), k = (lane & 7) + lane / 16 * 8, row = lane & 8;
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(tile + k * stride + row);
+    frag f;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(f.w[0]), "=r"(f.w[1]), "=r"(f.w[2]), "=r"(f.w[3])
+                 : "r"(at) : "memory");
+    return f;
+}
+DEV void wmma(frag_c8 &c, const frag &a, const frag_b8 &b) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c.v[0]), "+f"(c.v[1]), "+f"(c.v[2]), "+f"(c.v[3])
+                 : "r"(a.w[0]), "r"(a.w[1]), "r"(a.w[2]), "r"(a.w[3]), "r"(b.w[0]), "r"(b.w[1]));
 }
 DEV void wmma(frag_c &c, const frag &a, const frag &b) { // c += a b
     for (int h = 0; h < 2; h++) {
@@ -854,6 +894,9 @@ DEV void wmma_vectors(frag_c &c, const u32x4 (&a)[4], const u32x4 (&b)[4]) {
         wmma(c, __builtin_bit_cast(frag, ha), __builtin_bit_cast(frag, hb));
     }
 }
+enum { FRAG_8_VALUES = 8, FRAG_8_SLOTS = 1 }; // of 8 columns, which only WMMA_TILES has
+typedef frag_c frag_c8;
+typedef frag frag_b8;
 enum { WMMA_LDS = 0, WMMA_TILES = 0 }; // operands are registers
 DEV void lds_written() {}
 DEV void group_sync_lds(int) {}
@@ -1073,21 +1116,17 @@ DEV float block_max(float x, float *work) {
 // it. What those stored before their call happens-before what this block loads after its own. word:
 // LDS. On gfx11 every wave fences, because a fence waits for the stores of its own wave and
 // invalidates the L0 cache of its own compute unit. On NVIDIA fences are cumulative: one thread's,
-// behind the barrier, covers what the whole block stored.
+// behind the barrier, covers what the whole block stored, and the counting itself can be the fence.
 DEV uint32_t block_ticket(uint32_t *counter, uint32_t *word) {
 #if !defined(__CUDACC__)
     fence_device();
 #endif
     block_sync();
-    if (thread_index() == 0) {
 #if defined(__CUDACC__)
-        fence_device();
+    if (thread_index() == 0) lput(word, atomic_ticket(counter));
+#else
+    if (thread_index() == 0) lput(word, atomic_inc(counter));
 #endif
-        lput(word, atomic_inc(counter));
-#if defined(__CUDACC__)
-        fence_device();
-#endif
-    }
     block_sync();
 #if !defined(__CUDACC__)
     fence_device();
@@ -7657,6 +7696,483 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
     }
 }
 
+// A decode step over plain F16 rows on chips with WMMA_TILES, whose LDS is large and whose copies
+// to it take no registers (attention_group). A block has a run of positions and up to COLUMNS heads
+// of a KV head's group, so that K and V are read once for all of them. Its waves take KV tiles in
+// turn. Each has a ring in LDS of its own, of UNITS units: a unit is K or V of one of its tiles,
+// K[0] V[0] K[1] V[1] and so on. Once it is done with a unit, the wave requests the one that is
+// UNITS further on in its place. So as many bytes as a ring holds are in flight all the time, and
+// they take no registers.
+//
+//   D                 64   128   256
+//   TILE              32    16    16    positions of a wave
+//   UNITS              4     4     2
+//   LDS, in KB       149   141   140
+//
+// S = K Q^T, P and O = O + V^T P are as in the other kernels (see the top of this part), on tiles
+// of 8 columns. Columns past the group's last one have zeros for Q, and nothing of them is stored.
+// At the end the waves leave o, m and l in the place of the rings, where the block merges them. If
+// there are several runs each block stores its result in work: m and l of the columns, then o of
+// one column after the other. In the last block to finish the waves take the runs in turn and leave
+// their sums in LDS, to be merged as before.
+// Values  Q, K, V and P are F16, sums F32. Rows past the end, or of pages that do not exist, are
+//         zeros, with weight 0. A NaN or infinity in V stays in its element
+// Bytes   K and V once, for each COLUMNS heads of a group
+template <int D> struct attend_group_shape {
+    enum {
+        WAVES = ROCQ_K_GROUP_THREADS / ROCQ_K_WAVE,
+        COLUMNS = ROCQ_K_GROUP_COLUMNS,
+        TILE = D == 64 ? 32 : 16,
+        UNITS = D == 256 ? 2 : 4,
+        LISTS = UNITS / 2 + 1, // tiles of which some unit is in the ring
+        FRAGS = TILE / 16,
+        O_FRAGS = D / 16,
+        QUADS = D / 4,
+        CHUNKS = D / 8,              // of 16 bytes, in a row
+        ROWS = ROCQ_K_WAVE / CHUNKS, // that a wave copies at once
+        STRIDE = D + 8,              // halves from one row to the next, in LDS
+        UNIT = TILE * STRIDE,        // halves
+        RESULT = COLUMNS * (D + 2),  // floats of a block in work
+        SUM_STRIDE = D + 4,          // floats from one column to the next, when waves are merged
+        // quads of Q, and of the new K and V, that a thread has
+        LOADS = ((COLUMNS + 2) * QUADS + ROCQ_K_GROUP_THREADS - 1) / ROCQ_K_GROUP_THREADS,
+        // LDS, in bytes: rows of Q, then K and V of the new position; sines and cosines; m and l of
+        // each wave's columns; a word; rows of the tiles' positions where they are in pages; rings
+        ANGLES_AT = (COLUMNS + 2) * STRIDE * 2,
+        M_L_AT = ANGLES_AT + D * 4,
+        WORD_AT = M_L_AT + WAVES * COLUMNS * 8,
+        ROWS_AT = WORD_AT + 16,
+        RING_AT = ROWS_AT + WAVES * LISTS * TILE * 4,
+        RINGS = WAVES * UNITS * UNIT * 2,
+        BYTES = RING_AT + RINGS
+    };
+    static_assert(RING_AT % 16 == 0, "units are copied in words of 16 bytes");
+    static_assert(WAVES * COLUMNS * SUM_STRIDE * 4 <= RINGS, "sums take the rings' place");
+    static_assert(BYTES <= ROCQ_K_GROUP_LDS, "what the launch asks for");
+};
+
+// What a wave reads, and how far it has requested it.
+template <int D> struct attend_group_stream {
+    const char *k, *v;
+    uint32_t k_step, v_step;
+    bool paged;
+    int seq, end;
+    int first, unit; // the next unit's tile begins there; its number
+    f16 *ring;
+    int32_t *rows;   // LISTS lists
+};
+// Place in LDS of a unit, and the rows of its tile.
+template <int D> DEV f16 *attend_group_unit(const attend_group_stream<D> &s, int unit) {
+    typedef attend_group_shape<D> S;
+    return s.ring + (int)((uint32_t)unit % S::UNITS) * S::UNIT;
+}
+template <int D> DEV int32_t *attend_group_rows(const attend_group_stream<D> &s, int unit) {
+    typedef attend_group_shape<D> S;
+    return s.rows + (int)((uint32_t)unit / 2 % S::LISTS) * S::TILE;
+}
+// Requests the next unit, if there is one.
+template <int D>
+DEV void attend_group_request(attend_group_stream<D> &s, const rocq_k_attention_args &a) {
+    typedef attend_group_shape<D> S;
+    if (s.first < s.end) {
+        const bool of_v = s.unit & 1;
+        const int lane = lane_index(), row = lane / S::CHUNKS, last = s.end - 1 - s.first;
+        const uint32_t step = of_v ? s.v_step : s.k_step;
+        const char *from = (of_v ? s.v : s.k) + 16 * (lane % S::CHUNKS);
+        u32x4 *const to = (u32x4 *)(attend_group_unit(s, s.unit) + row * S::STRIDE) +
+                          lane % S::CHUNKS;
+        if (!s.paged) {
+            from += (uint64_t)(uint32_t)(s.first + row) * step;
+#pragma unroll
+            for (int r = 0; r < S::TILE; r += S::ROWS) {
+                copy_async_part(to + r * S::STRIDE / 8, (const u32x4 *)from,
+                                row + r <= last ? 16 : 0);
+                from += (uint32_t)S::ROWS * step;
+            }
+        } else {
+            int32_t *const rows = attend_group_rows(s, s.unit);
+            if (!of_v) {
+                wave_sync();
+                if (lane < S::TILE) {
+                    lput(rows + lane,
+                         lane <= last ? attend_paged_row(a, s.seq, s.first + lane) : -1);
+                }
+                wave_sync();
+            }
+#pragma unroll
+            for (int r = 0; r < S::TILE; r += S::ROWS) {
+                const int at = lget(rows + row + r);
+                copy_async_part(to + r * S::STRIDE / 8,
+                                (const u32x4 *)(from + (uint64_t)(uint32_t)max(at, 0) * step),
+                                at >= 0 ? 16 : 0);
+            }
+        }
+        if (of_v) s.first += S::TILE * S::WAVES;
+    }
+    s.unit++;
+    copies_close();
+}
+// Waits for a unit, the oldest in the ring, of the tile at `first`. If the new position is there,
+// its row becomes `fresh`.
+template <int D>
+DEV const f16 *attend_group_take(const attend_group_stream<D> &s, int unit, int first, int cell,
+                                 const f16 *fresh) {
+    typedef attend_group_shape<D> S;
+    f16 *const tile = attend_group_unit(s, unit);
+    copies_wait<S::UNITS - 1>();
+    wave_sync();
+    if (cell < 0) return tile;
+    const int lane = lane_index();
+    const bool there = s.paged ? lane < S::TILE &&
+                                     lget(attend_group_rows(s, unit) + lane % S::TILE) == cell
+                               : first + lane == cell && lane < S::TILE && cell < s.end;
+    uint32_t left = wave_ballot(there);
+    for (int r = 0; left != 0; r++, left >>= 1) {
+        if ((left & 1) != 0 && lane < S::CHUNKS)
+            lput((u32x4 *)(tile + r * S::STRIDE) + lane, lget((const u32x4 *)fresh + lane));
+        wave_sync();
+    }
+    return tile;
+}
+
+template <int D> struct attend_group_state {
+    frag_c8 o[D / 16];
+    float m[FRAG_8_SLOTS], l[FRAG_8_SLOTS]; // l is over the lane's own positions
+};
+// Scores of a tile's positions, as products times factor; -infinity where the bit of seen is 0.
+template <int D>
+DEV void attend_group_scores(frag_c8 (&s)[attend_group_shape<D>::FRAGS], const f16 *k,
+                             const frag_b8 (&q)[D / 16], float factor, uint32_t seen) {
+    typedef attend_group_shape<D> S;
+#pragma unroll
+    for (int b = 0; b < S::FRAGS; b++) {
+        frag_c8 part[2] = {}; // two sums, so that one need not wait for the other
+#pragma unroll
+        for (int i = 0; i < S::O_FRAGS; i++)
+            wmma(part[i % 2], frag_load(k + 16 * b * S::STRIDE + 16 * i, S::STRIDE), q[i]);
+#pragma unroll
+        for (int i = 0; i < FRAG_8_VALUES; i++) {
+            const float x = (part[0].v[i] + part[1].v[i]) * factor;
+            s[b].v[i] = seen >> (16 * b + frag_row(i)) & 1 ? x : -INFINITY;
+        }
+    }
+}
+// Turns scores into weights and adds them to l, as attend_weigh does.
+template <int D>
+DEV void attend_group_weigh(attend_group_state<D> &c,
+                            frag_c8 (&s)[attend_group_shape<D>::FRAGS]) {
+    typedef attend_group_shape<D> S;
+    float top[FRAG_8_SLOTS];
+    bool moves = false;
+#pragma unroll
+    for (int i = 0; i < FRAG_8_SLOTS; i++) top[i] = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < FRAG_8_VALUES * S::FRAGS; i++) {
+        float &t = top[frag_slot(i % FRAG_8_VALUES)];
+        t = fmaxf(t, s[i / FRAG_8_VALUES].v[i % FRAG_8_VALUES]);
+    }
+#pragma unroll
+    for (int i = 0; i < FRAG_8_SLOTS; i++) {
+        top[i] = frag_col_max(top[i]);
+        moves = moves || top[i] > c.m[i] + 8.0f;
+    }
+    if (wave_ballot(moves) != 0) {
+        float keep[FRAG_8_SLOTS];
+#pragma unroll
+        for (int i = 0; i < FRAG_8_SLOTS; i++) {
+            const float m = top[i] > c.m[i] + 8.0f ? top[i] : c.m[i];
+            keep[i] = attend_keep(c.m[i], m);
+            c.l[i] *= keep[i];
+            c.m[i] = m;
+        }
+#pragma unroll
+        for (int i = 0; i < FRAG_8_VALUES * S::O_FRAGS; i++)
+            c.o[i / FRAG_8_VALUES].v[i % FRAG_8_VALUES] *= keep[frag_slot(i % FRAG_8_VALUES)];
+    }
+#pragma unroll
+    for (int i = 0; i < FRAG_8_VALUES * S::FRAGS; i++) {
+        const int slot = frag_slot(i % FRAG_8_VALUES);
+        float &x = s[i / FRAG_8_VALUES].v[i % FRAG_8_VALUES];
+        x = exp2_fast(x - (c.m[slot] == -INFINITY ? 0.0f : c.m[slot]));
+        c.l[slot] += x;
+    }
+}
+// Leaves the wave's o, m and l in LDS.
+template <int D>
+DEV void attend_group_put(attend_group_state<D> &c, float *sums, u32x2 *m_l) {
+    typedef attend_group_shape<D> S;
+    const int wave = wave_index();
+#pragma unroll
+    for (int i = 0; i < FRAG_8_VALUES; i++) {
+        if (frag_col(i) >= S::COLUMNS) continue;
+        float *to = sums + (wave * S::COLUMNS + frag_col(i)) * S::SUM_STRIDE + frag_row(i);
+#pragma unroll
+        for (int f = 0; f < S::O_FRAGS; f++) lput(to + 16 * f, c.o[f].v[i]);
+    }
+#pragma unroll
+    for (int s = 0; s < FRAG_8_SLOTS; s++) {
+        const float l = frag_col_sum(c.l[s]);
+        if (frag_row(0) != 0 || frag_slot_col(s) >= S::COLUMNS) continue;
+        lput(m_l + wave * S::COLUMNS + frag_slot_col(s),
+             make2(bits<uint32_t>(c.m[s]), bits<uint32_t>(l)));
+    }
+}
+// Four elements of a column, merged over what the waves have left in LDS.
+struct attend_group_sum { float x[4], m, l; };
+template <int D>
+DEV attend_group_sum attend_group_add_waves(const float *sums, const u32x2 *m_l, int column,
+                                            int d) {
+    typedef attend_group_shape<D> S;
+    attend_group_sum r = {{}, -INFINITY, 0.0f};
+    u32x2 of[S::WAVES];
+#pragma unroll
+    for (int w = 0; w < S::WAVES; w++) {
+        of[w] = lget(m_l + w * S::COLUMNS + column);
+        r.m = fmaxf(r.m, bits<float>(of[w].x));
+    }
+#pragma unroll
+    for (int w = 0; w < S::WAVES; w++) {
+        const u32x4 part =
+            lget((const u32x4 *)(sums + (w * S::COLUMNS + column) * S::SUM_STRIDE + d));
+        const float add = attend_keep(bits<float>(of[w].x), r.m);
+        r.l += add * bits<float>(of[w].y);
+        r.x[0] += add * bits<float>(part.x);
+        r.x[1] += add * bits<float>(part.y);
+        r.x[2] += add * bits<float>(part.z);
+        r.x[3] += add * bits<float>(part.w);
+    }
+    return r;
+}
+DEV u32x4 attend_group_words(const attend_group_sum &r) {
+    return make4(bits<uint32_t>(r.x[0]), bits<uint32_t>(r.x[1]), bits<uint32_t>(r.x[2]),
+                 bits<uint32_t>(r.x[3]));
+}
+// Merges the results of all runs into what waves leave in LDS. A wave takes every WAVES-th run, a
+// lane a quad in each of STEPS steps, with the loads of AHEAD runs in flight.
+template <int D>
+DEV void attend_group_add_runs(const float *results, int n_runs, int n_there, float *sums,
+                               u32x2 *m_l) {
+    typedef attend_group_shape<D> S;
+    enum { AHEAD = 4, STEPS = 4 };
+    const int lane = lane_index(), wave = wave_read(wave_index(), 0), quads = n_there * S::QUADS;
+#pragma unroll 1
+    for (int first = 0; first < quads; first += STEPS * ROCQ_K_WAVE) {
+        attend_group_sum r[STEPS];
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) r[s] = {{}, -INFINITY, 0.0f};
+#pragma unroll 1
+        for (int run = wave; run < n_runs; run += AHEAD * S::WAVES) {
+            u32x4 part[STEPS][AHEAD];
+            u32x2 of[STEPS][AHEAD];
+#pragma unroll
+            for (int s = 0; s < STEPS; s++) {
+                if (first + ROCQ_K_WAVE * s >= quads) break;
+                const int i = min(first + ROCQ_K_WAVE * s + lane, quads - 1);
+#pragma unroll
+                for (int k = 0; k < AHEAD; k++) {
+                    const float *const from =
+                        results + min(run + k * S::WAVES, n_runs - 1) * S::RESULT;
+                    of[s][k] = gload((const u32x2 *)from + i / S::QUADS);
+                    part[s][k] = gload((const u32x4 *)(from + 2 * S::COLUMNS) + i);
+                }
+            }
+#pragma unroll
+            for (int s = 0; s < STEPS; s++) {
+                if (first + ROCQ_K_WAVE * s >= quads) break;
+                float top = r[s].m;
+#pragma unroll
+                for (int k = 0; k < AHEAD; k++) top = fmaxf(top, bits<float>(of[s][k].x));
+                const float keep = attend_keep(r[s].m, top);
+                r[s].m = top;
+                r[s].l *= keep;
+#pragma unroll
+                for (int e = 0; e < 4; e++) r[s].x[e] *= keep;
+#pragma unroll
+                for (int k = 0; k < AHEAD; k++) {
+                    const float add = run + k * S::WAVES < n_runs
+                        ? attend_keep(bits<float>(of[s][k].x), top) : 0.0f;
+                    r[s].l += add * bits<float>(of[s][k].y);
+                    r[s].x[0] += add * bits<float>(part[s][k].x);
+                    r[s].x[1] += add * bits<float>(part[s][k].y);
+                    r[s].x[2] += add * bits<float>(part[s][k].z);
+                    r[s].x[3] += add * bits<float>(part[s][k].w);
+                }
+            }
+        }
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+            const int i = first + ROCQ_K_WAVE * s + lane, to = wave * S::COLUMNS + i / S::QUADS;
+            if (i >= quads) break;
+            lput((u32x4 *)(sums + to * S::SUM_STRIDE) + i % S::QUADS, attend_group_words(r[s]));
+            if (i % S::QUADS == 0)
+                lput(m_l + to, make2(bits<uint32_t>(r[s].m), bits<uint32_t>(r[s].l)));
+        }
+    }
+}
+
+// The runs of len positions, and the one that is the block's. With n runs, merging takes about as
+// long as reading len / n positions if n is the root of len / (4 columns). A short head is one run.
+template <int D>
+DEV attend_run attend_group_run_of(const rocq_k_attention_args &a, int len, int n_there,
+                                   int run) {
+    enum { TILE = attend_group_shape<D>::TILE };
+    int n = 1;
+    if (len > ROCQ_K_GROUP_RUN / D) {
+        const float columns = (float)n_there,
+                    even = exp2_fast(0.5f * (log2_fast((float)len) - log2_fast(4.0f * columns)));
+        n = max(min((int)even, a.n_splits), 1);
+    }
+    const int length = ((len + n - 1) / n + TILE - 1) / TILE * TILE;
+    const int begin = run * length;
+    return {len, begin, min(begin + length, len), (len + length - 1) / length};
+}
+
+template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
+    typedef attend_group_shape<D> S;
+    LDS_GRANTED(u32x4, lds, S::BYTES / 16);
+    if (a.n_splits == 0) return;
+    char *const at = (char *)lds;
+    f16 *const q_rows = (f16 *)at, *const fresh = q_rows + S::COLUMNS * S::STRIDE;
+    float *const sine = (float *)(at + S::ANGLES_AT), *const cosine = sine + D / 2;
+    u32x2 *const m_l = (u32x2 *)(at + S::M_L_AT);
+    float *const sums = (float *)(at + S::RING_AT);
+    const int thread = (int)thread_index(), wave = wave_read(wave_index(), 0);
+    const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
+    const int n_there = min((int)S::COLUMNS, a.group - t.column0);
+    const bool append = a.rotation.pos != 0;
+
+    rotation_quad quad[S::LOADS] = {};
+#pragma unroll
+    for (int j = 0; j < S::LOADS; j++) {
+        const int i = thread + j * ROCQ_K_GROUP_THREADS, row = i / S::QUADS;
+        const int item = max(row - S::COLUMNS + 1, 0), head = t.kv_head * a.group + t.column0 + row;
+        if (item == 0 ? row < n_there : append && item < 3)
+            quad[j] = attend_step_load<D>(a, {t.split, t.seq, t.kv_head, t.split, head},
+                                          item * S::QUADS + i % S::QUADS);
+    }
+    int position = 0, cell = -1;
+    if (append) {
+        position = gload(a.rotation.pos);
+        cell = wave_read(gload(a.rotation.cell), 0);
+    }
+    const attend_run run = attend_group_run_of<D>(a, attend_length(a, t.seq), n_there, t.split);
+    if (t.split >= run.n_runs) return;
+    attend_group_stream<D> stream;
+    stream.paged = a.page_table != 0;
+    stream.k = row_of(a.k, t.kv_head, 0, stream.paged ? 0 : t.seq);
+    stream.v = row_of(a.v, t.kv_head, 0, stream.paged ? 0 : t.seq);
+    stream.k_step = (uint32_t)a.k.stride[1];
+    stream.v_step = (uint32_t)a.v.stride[1];
+    stream.seq = t.seq;
+    stream.first = run.begin + wave * S::TILE;
+    stream.end = run.end;
+    stream.unit = 0;
+    stream.ring = (f16 *)(at + S::RING_AT) + wave * (S::UNITS * S::UNIT);
+    stream.rows = (int32_t *)(at + S::ROWS_AT) + wave * (S::LISTS * S::TILE);
+    int first = stream.first;
+#pragma unroll 1
+    for (int u = 0; u < S::UNITS; u++) attend_group_request(stream, a);
+
+    for (int i = thread; i < a.rotation.n_dims / 2; i += ROCQ_K_GROUP_THREADS)
+        rotation_angle(a.rotation, position, i, sine, cosine);
+    block_sync_lds();
+    if (append && (cell < 0 || cell >= a.rotation.n_cells)) {
+        if (t.split == 0 && thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
+        cell = -1;
+    }
+#pragma unroll
+    for (int j = 0; j < S::LOADS; j++) {
+        const int i = thread + j * ROCQ_K_GROUP_THREADS, row = i / S::QUADS;
+        if (row >= S::COLUMNS + 2) continue;
+        float y[4];
+        rotation_apply(a.rotation, quad[j], sine, cosine, y);
+        lput((u32x2 *)(q_rows + row * S::STRIDE) + i % S::QUADS,
+             make2(attend_pair(y[0], y[1]), attend_pair(y[2], y[3])));
+    }
+    block_sync_lds();
+    frag_b8 q[S::O_FRAGS];
+#pragma unroll
+    for (int i = 0; i < S::O_FRAGS; i++) q[i] = frag_load_b8(q_rows + 16 * i, S::STRIDE);
+    const float factor = a.scale * 1.44269504f;
+    attend_group_state<D> state;
+#pragma unroll
+    for (int i = 0; i < FRAG_8_VALUES * S::O_FRAGS; i++)
+        state.o[i / FRAG_8_VALUES].v[i % FRAG_8_VALUES] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < FRAG_8_SLOTS; i++) {
+        state.m[i] = -INFINITY;
+        state.l[i] = 0.0f;
+    }
+#pragma unroll 1
+    for (int unit = 0; first < run.end; unit += 2, first += S::TILE * S::WAVES) {
+        const f16 *const k = attend_group_take(stream, unit, first, cell, fresh);
+        uint32_t seen = run.end - first >= 32 ? ~0u : (1u << (run.end - first)) - 1;
+        if (stream.paged) {
+            const int lane = lane_index();
+            seen = wave_ballot(lget(attend_group_rows(stream, unit) + lane % S::TILE) >= 0);
+        }
+        frag_c8 s[S::FRAGS];
+        attend_group_scores<D>(s, k, q, factor, seen);
+        wave_sync();
+        attend_group_request(stream, a);
+        attend_group_weigh<D>(state, s);
+        frag_b8 p[S::FRAGS];
+#pragma unroll
+        for (int b = 0; b < S::FRAGS; b++) p[b] = frag_b8_from_c(s[b]);
+
+        const f16 *const v =
+            attend_group_take(stream, unit + 1, first, cell, fresh + S::STRIDE);
+#pragma unroll
+        for (int b = 0; b < S::FRAGS; b++) {
+#pragma unroll
+            for (int f = 0; f < S::O_FRAGS; f++)
+                wmma(state.o[f], frag_turned(v + 16 * b * S::STRIDE + 16 * f, S::STRIDE), p[b]);
+        }
+        wave_sync();
+        attend_group_request(stream, a);
+    }
+    launch_next();
+    block_sync_lds();
+    attend_group_put<D>(state, sums, m_l);
+    block_sync_lds();
+    // The first block stores the new rows in the caches, when no wave of it reads them any more.
+    if (append && cell >= 0 && t.split == 0 && t.column0 == 0 && thread < 2 * S::QUADS) {
+        const bool of_v = thread >= S::QUADS;
+        char *const row = row_of(of_v ? a.v : a.k, t.kv_head, cell, 0);
+        gstore((u32x2 *)row + thread % S::QUADS,
+               lget((const u32x2 *)(fresh + of_v * S::STRIDE) + thread % S::QUADS));
+    }
+
+    if (run.n_runs > 1) {
+        float *const results = a.work + (int64_t)t.tile_index * a.n_splits * S::RESULT,
+                     *const to = results + t.split * S::RESULT;
+        for (int i = thread; i < n_there * S::QUADS; i += ROCQ_K_GROUP_THREADS) {
+            const int column = i / S::QUADS, d = i % S::QUADS * 4;
+            const attend_group_sum r = attend_group_add_waves<D>(sums, m_l, column, d);
+            gstore((u32x4 *)(to + 2 * S::COLUMNS) + i, attend_group_words(r));
+            if (d == 0) {
+                gstore((u32x2 *)to + column, make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
+            }
+        }
+        uint32_t *const counter = a.counter + t.tile_index;
+        if (block_ticket(counter, (uint32_t *)(at + S::WORD_AT)) != (uint32_t)run.n_runs - 1)
+            return;
+        if (thread == 0) gstore(counter, 0u);
+        attend_group_add_runs<D>(results, run.n_runs, n_there, sums, m_l);
+        block_sync_lds();
+    }
+    for (int first_quad = 0; first_quad < n_there * S::QUADS; first_quad += ROCQ_K_GROUP_THREADS) {
+        const int i = first_quad + thread, column = min(i / S::QUADS, n_there - 1),
+                  d = i % S::QUADS * 4, head = t.kv_head * a.group + t.column0 + column;
+        attend_group_sum r = attend_group_add_waves<D>(sums, m_l, column, d);
+        const float share = r.l != 0.0f ? rcp_fast(r.l) : 0.0f;
+#pragma unroll
+        for (int e = 0; e < 4; e++) r.x[e] = r.l != 0.0f ? r.x[e] * share : 0.0f;
+        put4(a.out, is_wide(a.out), row_of(a.out, head, 0, t.seq),
+             (uint32_t)(head + a.n_heads * t.seq), d, i < n_there * S::QUADS ? 4 : 0, r.x);
+    }
+}
+
 // Decode is bound by memory, so a wave has K and V of its next tile in flight while it works on
 // this one. The loop needs no barriers except for the slices' sums. Q is read from LDS for every
 // tile, because the prefetched data takes the registers.
@@ -8434,6 +8950,12 @@ KERNEL_WAVES(attention_lds_512, rocq_k_attention_args, 256, 2) {
 #define ROCQ_X(X, d) \
     KERNEL(attention_step_##d, rocq_k_attention_args, 128) { attend_step<d>(a); }
 ROCQ_K_STEP_DIMS(ROCQ_X, unused)
+#undef ROCQ_X
+#define ROCQ_X(X, d)                                                                    \
+    KERNEL_WAVES(attention_group_##d, rocq_k_attention_args, ROCQ_K_GROUP_THREADS, 2) { \
+        if constexpr (WMMA_TILES) attend_group<d>(a);                                   \
+    }
+ROCQ_K_GROUP_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
 
 // ---------------------------------------------------------------------------------------------

@@ -245,6 +245,7 @@ int main(int argc, char **argv) {
         for (int64_t n = 512; n <= 32768; n *= 4) // decode
             measure(&b, (shape){ROCQ_F16, 128, 32, 8, 1, n, true});
         for (int f = 1; f < 5; f++) measure(&b, (shape){formats[f], 128, 32, 8, 1, 8192, true});
+        measure(&b, (shape){ROCQ_F16, 128, 32, 32, 1, 4096, true});
         measure(&b, (shape){ROCQ_F16, 64, 32, 4, 1, 8192, true});
         measure(&b, (shape){ROCQ_F16, 256, 8, 4, 1, 8192, true});
         for (int64_t n = 512; n <= (b.gpu ? 8192 : 2048); n *= 2) // prompts

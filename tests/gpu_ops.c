@@ -622,7 +622,7 @@ static void check_attention(const attend *s) {
         .sinks = s->sinks ? &sinks.t : NULL, .kv_len = s->kv_len ? &kv_len.t : NULL,
         .page_table = s->page_size ? &pages.t : NULL, .page_size = s->page_size,
         .softcap = s->softcap, .window = s->window, .causal = s->causal};
-    assert_true(!s->step || rocq__attention_steps(&p));
+    assert_true(!s->step || rocq__attention_steps(&gpu->gpu->chip, &p));
     compare_as(ROCQ_OP_ATTENTION, &p, &p, outputs, all_see ? 2 : 1, s->out == ROCQ_Q8_0 ? 1e-4 : 0,
             say("D %d, %d heads on %d, n_q %d, n_kv %d, seqs %d, K %s V %s, page %d", (int)s->d,
                 (int)s->n_heads, (int)s->n_kv_heads, (int)s->n_q, (int)s->n_kv, (int)s->n_seqs,
@@ -854,16 +854,35 @@ static void test_attention_long(void **state) {
     }
 }
 
-// A decode step by a head a block, or by attention_decode where a group has more heads than the
-// chip has units: groups of 1 to 16 heads, lengths about a tile's, a run's and the limits',
-// sequences of different lengths, pages, and results in every format.
-static void test_attention_step(void **state) {
-    (void)state;
+// Checks decode steps by a head a block (attention_step), then by up to 8 heads a block
+// (attention_group), where the chip has that kernel or is the stand-in.
+static void both_steps(void (*check)(bool grouped)) {
     const uint64_t saved = random_state;
+    const bool lds_tiles = gpu->gpu->chip.lds_tiles;
+    rocq_info info;
+    rocq_get_info(gpu, &info);
+    for (int i = 0; i < (lds_tiles || strstr(info.device, "simt") ? 2 : 1); i++) {
+        const int first = i ? ROCQ_K_attention_group_64 : ROCQ_K_attention_step_64;
+        const int64_t before[2] = {gpu->gpu->launches[first], gpu->gpu->launches[first + 1]};
+        gpu->gpu->chip.lds_tiles = i == 1;
+        check(i == 1);
+        for (int k = 0; k < 2; k++) assert_true(gpu->gpu->launches[first + k] > before[k]);
+    }
+    gpu->gpu->chip.lds_tiles = lds_tiles;
+    random_state = saved;
+}
+
+// A decode step, in a group of more heads than the chip has units by attention_decode: groups of 1
+// to 16 heads, lengths about a tile's, a run's and the limits', sequences of different lengths,
+// pages, and results in every format.
+static void attention_step_cases(bool grouped) {
     static const int64_t lengths[] = {1, 7, 33, 128, 129, 255, 300, 512, 513, 1024, 1500, 2100, 16};
+    const int32_t n_units = gpu->gpu->chip.n_units;
     for (int i = 0; i < 52; i++) {
+        if (grouped) gpu->gpu->chip.n_units = i % 3 == 0 ? 64 : 4; // more runs than waves, or few
         const int64_t n_kv_heads = 1 + i % 3, group = i % 4 == 0 ? 1 : 1 + i * 5 % 16;
-        const attend s = {.d = i % 2 ? 128 : 64, .n_heads = group * n_kv_heads,
+        const attend s = {.d = grouped && i % 3 == 2 ? 256 : i % 2 ? 128 : 64,
+                          .n_heads = group * n_kv_heads,
                           .n_kv_heads = n_kv_heads, .n_q = 1, .n_kv = lengths[i % 13],
                           .n_seqs = 1 + i % 7 % 3, .k = ROCQ_F16, .v = ROCQ_F16,
                           .causal = i % 2 == 0, .kv_len = i % 4 > 1,
@@ -872,7 +891,15 @@ static void test_attention_step(void **state) {
                           .step = true};
         check_attention(&s);
     }
-    random_state = saved;
+    const attend many = {.d = 128, .n_heads = 1, .n_kv_heads = 1, .n_q = 1, .n_kv = 2900,
+                         .n_seqs = 1, .k = ROCQ_F16, .v = ROCQ_F16, .step = true};
+    gpu->gpu->chip.n_units = 64; // attention_group has 37 runs: a wave merges five, four at once
+    check_attention(&many);
+    gpu->gpu->chip.n_units = n_units;
+}
+static void test_attention_step(void **state) {
+    (void)state;
+    both_steps(attention_step_cases);
 }
 
 // A launch's blocks in another order, each in a launch of its own: all those of one residue first.
@@ -895,16 +922,14 @@ static int launch_shuffled(const void *stub, unsigned grid_x, unsigned grid_z, u
 
 // Sequences of one launch of which some have one run and others several that are merged: blocks of
 // all of them run at once, or, on the stand-in, in turn.
-static void test_attention_step_mixed(void **state) {
-    (void)state;
-    const uint64_t saved = random_state;
+static void attention_step_mixed_cases(bool grouped) {
     const int32_t n_units = gpu->gpu->chip.n_units;
     static rocq_hip shuffled; // the context keeps its address if a check fails
-    if (gpu->gpu->image) skip();
     in_order = gpu->gpu->hip;
     shuffled = *in_order;
     shuffled.launch = launch_shuffled;
-    // With two units for each KV head, a head alone has up to four runs, and a group's one.
+    // With two units for each KV head, a head alone has up to four runs, and a group's one. Of
+    // attention_group, with four units, any has four.
     static const struct { int64_t group, n_kv_heads, d, shorter; } sizes[] = {
         {1, 4, 128, 550}, {1, 8, 64, 700}, {3, 2, 64, 200}};
     for (int i = 0; i < 4; i++) {
@@ -914,13 +939,17 @@ static void test_attention_step_mixed(void **state) {
                           .k = ROCQ_F16, .v = ROCQ_F16, .causal = true, .kv_len = true,
                           .shorter = sizes[i % 3].shorter, .page_size = i == 1 ? 16 : 0,
                           .step = true};
-        gpu->gpu->chip.n_units = (int32_t)(2 * n_kv_heads * s.n_seqs);
+        gpu->gpu->chip.n_units = (int32_t)((grouped ? 4 : 2) * n_kv_heads * s.n_seqs);
         gpu->gpu->hip = i < 3 ? &shuffled : in_order;
         check_attention(&s);
     }
     gpu->gpu->hip = in_order;
     gpu->gpu->chip.n_units = n_units;
-    random_state = saved;
+}
+static void test_attention_step_mixed(void **state) {
+    (void)state;
+    if (gpu->gpu->image) skip();
+    both_steps(attention_step_mixed_cases);
 }
 
 // One head of 512 over all positions of a picture of 1024 x 1024 pixels, as in a VAE: so many tiles
@@ -2982,16 +3011,16 @@ static void test_graph_joins_append(void **state) {
     random_state = saved;
 }
 
-// The same in a step that may go by a head a block: groups of 1 to 8 heads, heads alone with runs
-// that are merged, pages, both sizes of heads.
-static void test_graph_joins_append_step(void **state) {
-    (void)state;
-    const uint64_t saved = random_state;
+// The same in a step that may go by a head a block, or by 8: groups of 1 to 16 heads, runs that are
+// merged, pages, all sizes of heads.
+static void joins_append_step_cases(bool grouped) {
     const int32_t n_units = gpu->gpu->chip.n_units;
     gpu->gpu->chip.n_units = 16; // so that heads alone have four runs or more
     for (int i = 0; i < 18; i++) {
-        const int64_t d = i / 2 % 2 ? 128 : 64, n_kv_heads = 1 + i % 2,
-                      n_heads = n_kv_heads * (i == 11 || i == 17 ? 1 : 1 + i % 8);
+        const int64_t d = grouped && i % 3 == 1 ? 256 : i / 2 % 2 ? 128 : 64,
+                      n_kv_heads = 1 + i % 2,
+                      n_heads = n_kv_heads * (i == 11 || i == 17 ? 1
+                                              : grouped && i > 12 ? 1 + i % 16 : 1 + i % 8);
         const int64_t page = i % 4 == 1 ? 16 : 0, rows = i % 3 == 2 ? 640 : i % 5 == 1 ? 1536 : 96;
         const int64_t n_pages = page ? rows / page : 1;
         box q = box_random(BOX_PLAIN, ROCQ_F32, 1, d, n_heads, 1, 1),
@@ -3022,7 +3051,7 @@ static void test_graph_joins_append_step(void **state) {
             .page_table = page ? &pages.t : NULL, .page_size = (int32_t)page,
             .scale = i % 6 == 4 ? -0.1f : 0.1f, .causal = true};
         const rocq_cast_params over = {.y = &q.t, .x = &q_next.t};
-        assert_true(rocq__attention_steps(&attend));
+        assert_true(rocq__attention_steps(&gpu->gpu->chip, &attend));
         joined j = {{ROCQ_OP_MATMUL}, {{{0}}}, 0};
         joined_add(&j, ROCQ_OP_ROPE_APPEND, &append);
         joined_add(&j, ROCQ_OP_ATTENTION, &attend);
@@ -3034,7 +3063,10 @@ static void test_graph_joins_append_step(void **state) {
         for (int b = 0; b < 11; b++) box_free(all[b]);
     }
     gpu->gpu->chip.n_units = n_units;
-    random_state = saved;
+}
+static void test_graph_joins_append_step(void **state) {
+    (void)state;
+    both_steps(joins_append_step_cases);
 }
 
 // -- the same bits, run after run --

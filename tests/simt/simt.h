@@ -1333,6 +1333,26 @@ DEV frag frag_from_c(const frag_c &c, SIMT_LINE) {
     const frag_halves f = {{w[0], w[1], w[2], w[3]}, {w[4], w[5], w[6], w[7]}};
     return __builtin_bit_cast(frag, f);
 }
+// With 8 columns: those that follow repeat them.
+enum { FRAG_8_VALUES = 8, FRAG_8_SLOTS = 1 };
+typedef frag_c frag_c8;
+typedef frag frag_b8;
+DEV frag_b8 frag_load_b8(const f16 *tile, int stride, SIMT_LINE) {
+    const u32x4 *row = (const u32x4 *)(tile + (int)(thread_index() & 7) * stride);
+    const frag_halves h = {lget(row, line), lget(row + 1, line)};
+    return __builtin_bit_cast(frag, h);
+}
+DEV frag_b8 frag_b8_from_c(const frag_c8 &c, SIMT_LINE) { return frag_from_c(c, line); }
+DEV frag frag_turned(const f16 *tile, int stride, SIMT_LINE) {
+    uint16_t h[16];
+    for (int k = 0; k < 16; k++) {
+        h[k] = lget((const uint16_t *)tile + frag_k_row(k) * stride + (int)(thread_index() & 15),
+                    line);
+    }
+    frag f;
+    __builtin_memcpy(&f, h, sizeof f);
+    return f;
+}
 
 typedef float simt_f32x16 __attribute__((ext_vector_type(16)));
 typedef int32_t simt_i32x16 __attribute__((ext_vector_type(16)));
