@@ -3330,9 +3330,11 @@ typedef struct rocq_k_conv_args {
     int32_t x_activation, activation;
     float x_scale, y_scale;  // y_scale = 1 / x_scale
     int32_t tiles_m, tiles_x, tiles_y, n_splits;
-    int32_t n_blocks;        // conv_lds: blocks of the whole launch; of conv_lds_64 and 16, folded:
-                             // a multiple of 4, since a block has tiles of one phase
-    int32_t w_ahead;         // and whether the launch ahead of this one leaves w alone
+    // conv_lds: a launch has n_blocks blocks and the tiles from tile0 to tile_end - 1. In those of
+    // conv_lds_64 and 16 a block has tiles of one phase: if folded, n_blocks is a multiple of 4,
+    // and tiles are counted within a phase.
+    int32_t n_blocks, tile0, tile_end;
+    int32_t w_ahead;         // conv_lds_64 and 16: whether the launch ahead of this leaves w alone
 } rocq_k_conv_args;
 
 // norm_stats: a block for each of n_shares shares of a frame's positions and each 256 channels;
@@ -21442,36 +21444,6 @@ static void rocq__conv_operand_args(rocq_k_conv_args *args, const rocq_conv_para
     args->y_scale = 1.0f / args->x_scale;
 }
 
-// Whether x is normalised and activated once, by a launch of conv_input, and not by every block of
-// conv while it loads x. The launch costs the bytes of reading x and writing the result in F16. The
-// blocks spend about 13 instructions on each element that they load, and load an element several
-// times: patches overlap (one with a halo has 1.4 times the positions of its tile), and each tile
-// of output channels has its own. And conv_lds_128 takes only what is so made, which is worth the
-// copy from 256 channels of y on. The copy may be as large as the largest value of a picture, so
-// from 65 channels on it is made only where the program says that there is memory for it
-// (most_scratch), and where neither kernel splits K: so memory does not change the order of sums.
-static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
-                            const rocq_k_conv_args *args, int64_t used) {
-    const bool common = p->x_activation == ROCQ_ACT_IDENTITY || p->x_activation == ROCQ_ACT_SILU ||
-                        p->x_activation == ROCQ_ACT_RELU;
-    if (!args->x_wide || !common) return false;
-    if (!p->stats && p->x_activation == ROCQ_ACT_IDENTITY) return false;
-    const int64_t copy = rocq__bytes(ROCQ_F16, rocq_tensor_count(p->x)) + 255;
-    if (p->most_scratch > 0 && copy > p->most_scratch - used) return false;
-    const bool lds = chip->lds_tiles && args->kw * args->kh >= 4;
-    const int64_t columns = ((int64_t)args->tiles_m << 2 * args->folded) * args->tiles_x;
-    const int64_t of_k = (int64_t)args->kt * args->slices; // patches
-    const bool whole =
-        rocq__conv_splits(2.0 * chip->n_units, columns * args->tiles_y, of_k, 16) == 1 &&
-        rocq__conv_splits(chip->n_units, columns * ((args->tiles_y + 1) / 2), of_k, 16) == 1;
-    const double faster = !lds ? 1.0 : whole && args->m > 64 && p->most_scratch > 0 ? 2.5 : 1.5;
-    const double patches = (args->halo ? 1.4 : (double)args->kw * args->kh) * args->tiles_m *
-                           (1 << 2 * (args->upsample + args->folded)) * args->kt /
-                           (args->stride * args->stride);
-    const double loading = 13.0 * patches / (0.5 * chip->flops_per_us);
-    return (double)rocq__bytes(p->x->format, 1) + 2.0 < faster * loading * chip->bytes_per_us;
-}
-
 // Which of the kernels named conv_lds runs this conv, or -1. pass: x is what conv_input makes.
 static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
                           const rocq_k_conv_args *args, bool pass) {
@@ -21505,6 +21477,37 @@ static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
     return fits ? ROCQ_K_conv_lds_128 : -1;
 }
 
+// Whether x is normalised and activated once, by a launch of conv_input, and not by every block of
+// conv while it loads x. The launch costs the bytes of reading x and writing the result in F16. The
+// blocks spend about 13 instructions on each element that they load, and load an element several
+// times: patches overlap (one with a halo has 1.4 times the positions of its tile), and each tile
+// of output channels has its own. And conv_lds_128 takes only what is so made, which is worth the
+// copy from 256 channels of y on. The copy may be as large as the largest value of a picture, so
+// for 65 to 255 channels it is made only where the program says that there is memory for it
+// (most_scratch), and where neither kernel splits K: so that choice changes no order of sums.
+static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
+                            const rocq_k_conv_args *args, int64_t used) {
+    const bool common = p->x_activation == ROCQ_ACT_IDENTITY || p->x_activation == ROCQ_ACT_SILU ||
+                        p->x_activation == ROCQ_ACT_RELU;
+    if (!args->x_wide || !common) return false;
+    if (!p->stats && p->x_activation == ROCQ_ACT_IDENTITY) return false;
+    const int64_t copy = rocq__bytes(ROCQ_F16, rocq_tensor_count(p->x)) + 255;
+    if (p->most_scratch > 0 && copy > p->most_scratch - used) return false;
+    const int lds = rocq__conv_lds(chip, p, args, true);
+    const int64_t columns = ((int64_t)args->tiles_m << 2 * args->folded) * args->tiles_x;
+    const int64_t of_k = (int64_t)args->kt * args->slices; // patches
+    const bool whole =
+        rocq__conv_splits(2.0 * chip->n_units, columns * args->tiles_y, of_k, 16) == 1 &&
+        rocq__conv_splits(chip->n_units, columns * ((args->tiles_y + 1) / 2), of_k, 16) == 1;
+    const bool room = lds == ROCQ_K_conv_lds_128 && whole && p->most_scratch > 0;
+    const double faster = lds < 0 ? 1.0 : room ? 2.5 : 1.5;
+    const double patches = (args->halo ? 1.4 : (double)args->kw * args->kh) * args->tiles_m *
+                           (1 << 2 * (args->upsample + args->folded)) * args->kt /
+                           (args->stride * args->stride);
+    const double loading = 13.0 * patches / (0.5 * chip->flops_per_us);
+    return (double)rocq__bytes(p->x->format, 1) + 2.0 < faster * loading * chip->bytes_per_us;
+}
+
 // x after the pass, F16 without gaps; args are then those of a conv of that.
 static void rocq__job_conv_input(rocq__job *job, const rocq_conv_params *p,
                                  rocq_k_conv_args *args) {
@@ -21520,19 +21523,43 @@ static void rocq__job_conv_input(rocq__job *job, const rocq_conv_params *p,
     args->x_scale = 1.0f;
 }
 
-// Launches conv_lds_64 or conv_lds_16. Its blocks begin before the launch ahead of it has ended,
-// and may copy w at once if that launch does not write it. It is known not to if it is such a
-// kernel with another y. Where a graph begins, or behind a copy, all launches ahead have ended.
-static void rocq__conv_launch_ahead(rocq__job *job, int kernel, int groups, const rocq_tensor *y,
+// The blocks of conv_lds_64 or conv_lds_16 begin before the launch ahead of theirs has ended, and
+// may copy w at once if that launch does not write it. It is known not to if it is such a kernel
+// with another y. Where a graph begins, or behind a copy, all launches ahead have ended.
+static void rocq__conv_launch_ahead(rocq__job *job, int kernel, int threads, const rocq_tensor *y,
                                     const rocq_tensor *w, rocq_k_conv_args *args) {
     rocq__gpu *gpu = job->ctx->gpu;
     args->w_ahead = gpu->conv_at > 0 && gpu->conv_at == gpu->n_launched &&
                     !rocq__ranges_cross(gpu->conv_y, rocq__range_of(w));
-    rocq__job_launch(job, kernel, args->n_blocks, 1, 128 * groups, args);
+    rocq__job_launch(job, kernel, args->n_blocks, 1, threads, args);
     if (job->planning || job->result != ROCQ_OK) return; // nothing was launched
     gpu->conv_ahead = args->w_ahead;
     gpu->conv_y = rocq__range_of(y);
     gpu->conv_at = gpu->n_launched;
+}
+
+// Launches a kernel named conv_lds over `tiles` tiles of each of n_phases phases. Its blocks, no
+// more than the chip has units, go from tile to tile, so the time cap cuts tiles, not blocks.
+static void rocq__conv_launch_tiles(rocq__job *job, int kernel, int threads, int64_t tiles,
+                                    int64_t n_phases, const rocq_tensor *y, const rocq_tensor *w,
+                                    rocq_k_conv_args *args) {
+    const int64_t most = ROCQ__MAX(rocq__chip_of(job->ctx)->n_units / n_phases, 1); // of a phase
+    const double cap = job->ctx->desc.dispatch_us;
+    int64_t step = tiles;
+    if (cap > 0) {
+        const double launches = ceil(rocq__estimate_us(job->ctx->gpu, job->cost) / cap);
+        step = ROCQ__MAX((int64_t)ceil((double)tiles / ROCQ__MAX(launches, 1.0)), most);
+    }
+    for (int64_t tile = 0; tile < tiles; tile += step) {
+        args->tile0 = (int32_t)tile;
+        args->tile_end = (int32_t)ROCQ__MIN(tile + step, tiles);
+        args->n_blocks = (int32_t)(n_phases * ROCQ__MIN(args->tile_end - tile, most));
+        if (kernel != ROCQ_K_conv_lds_128) {
+            rocq__conv_launch_ahead(job, kernel, threads, y, w, args);
+        } else {
+            rocq__job_launch(job, kernel, args->n_blocks, 1, threads, args);
+        }
+    }
 }
 
 static void rocq__job_conv(rocq__job *job, const void *params) {
@@ -21579,10 +21606,9 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     if (lds == ROCQ_K_conv_lds_64 || lds == ROCQ_K_conv_lds_16) {
         args.n_splits = 1;
         const int groups = tiles * frames > chip->n_units ? ROCQ_K_CONV_LDS_GROUPS : 1;
-        const int64_t most = ROCQ__MAX(chip->n_units / n_kernels, 1) * n_kernels;
-        args.n_blocks = (int32_t)ROCQ__MIN(tiles * frames, most);
         job->cost = cost;
-        rocq__conv_launch_ahead(job, lds, groups, p->y, &w, &args);
+        rocq__conv_launch_tiles(job, lds, 128 * groups, tiles / n_kernels * frames, n_kernels,
+                                p->y, &w, &args);
         return;
     }
     if (lds == ROCQ_K_conv_lds_128) {
@@ -21607,8 +21633,7 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
                                     : ROCQ_K_conv_f32_16) +
                     (pass || p->x->format != ROCQ_F32);
     if (lds == ROCQ_K_conv_lds_128) {
-        args.n_blocks = (int32_t)ROCQ__MIN(tiles * args.n_splits * frames, chip->n_units);
-        rocq__job_launch(job, lds, args.n_blocks, 1, 256, &args);
+        rocq__conv_launch_tiles(job, lds, 256, tiles * args.n_splits * frames, 1, p->y, &w, &args);
     } else {
         rocq__job_launch(job, any, tiles * args.n_splits, frames, 128, &args);
     }

@@ -11425,7 +11425,7 @@ template <int BM, int SIDE> DEV void conv_lds_small(const rocq_k_conv_args &a) {
     launch_next();
     const int32_t frame_tiles = a.tiles_x * a.tiles_y;
     const int32_t n_blocks = a.n_blocks / PHASES;
-    const int32_t n_tiles = frame_tiles * a.y.ne[3], step = n_blocks * n_groups;
+    const int32_t step = n_blocks * n_groups;
     const auto place_of_tile = [&](int32_t number) {
         conv_place p = place;
         p.frame = number / frame_tiles;
@@ -11450,7 +11450,7 @@ template <int BM, int SIDE> DEV void conv_lds_small(const rocq_k_conv_args &a) {
         const int32_t zx = p.ox0 - p.pad_x, zy = p.oy0 - p.pad_y;
         const bool inner =
             zx >= 0 && zy >= 0 && zx + PATCH_W <= a.z_w && zy + PATCH_H <= a.z_h;
-        if (number < n_tiles && there && inner) {
+        if (number < a.tile_end && there && inner) {
             const char *const from = (const char *)a.x.data + p.frame * a.x.stride[2] +
                                      (p.oy0 >> a.upsample) * a.x.stride[1] +
                                      (p.ox0 >> a.upsample) * a.x.stride[0];
@@ -11459,7 +11459,7 @@ template <int BM, int SIDE> DEV void conv_lds_small(const rocq_k_conv_args &a) {
                 if (16 * i + 15 >= PATCH_N && own / 8 >= PATCH_N - 16 * i) break;
                 copy_async(to + 16 * i, (const u32x4 *)(from + offsets[i]), live);
             }
-        } else if (number < n_tiles && there) {
+        } else if (number < a.tile_end && there) {
             const conv_patch from = conv_patch_of(a, p, conv_step_of(a, 0));
 #pragma unroll 4
             for (int q = own / 8; q < PATCH_N; q += 16) {
@@ -11471,8 +11471,9 @@ template <int BM, int SIDE> DEV void conv_lds_small(const rocq_k_conv_args &a) {
         }
         copies_close();
     };
-    const int32_t rounds = (n_tiles - first + step - 1) / step; // of group 0, which has most
-    int32_t number = first + group * n_blocks;
+    const int32_t behind = a.tile_end - a.tile0 - first; // tiles from the block's first on
+    const int32_t rounds = (behind + step - 1) / step;   // of group 0, which has most
+    int32_t number = a.tile0 + first + group * n_blocks;
     conv_place p = place_of_tile(number);
     load(number, p, patches);
     const conv_lds_own store = conv_lds_own_of<BM>(a, group, own);
@@ -11487,7 +11488,7 @@ template <int BM, int SIDE> DEV void conv_lds_small(const rocq_k_conv_args &a) {
         f16 *const patch = patches + (round & 1) * PATCH;
         const conv_place next = place_of_tile(number + step);
         load(number + step, next, patches + (~round & 1) * PATCH);
-        const bool has_tile = number < n_tiles;
+        const bool has_tile = number < a.tile_end;
         conv_lds_sums<BM> sums;
         matmul_clear(sums.c);
         turn_take(group);
@@ -11533,8 +11534,8 @@ KERNEL_AHEAD(conv_lds_16, rocq_k_conv_args, 128 * ROCQ_K_CONV_LDS_GROUPS, ROCQ_K
 // copies except those of the last steps. Behind them each group has room for the sums of 64
 // positions, on their way to y.
 //
-// Geometry: 256 threads; blockIdx.x counts n_blocks blocks; tiles are those of conv, counted by
-// frames last.
+// Geometry: 256 threads; blockIdx.x counts n_blocks blocks; tiles, from tile0 to tile_end - 1, are
+// those of conv, counted by frames last.
 enum {
     CONV_LDS_W = 8 * (128 + 1), CONV_LDS_Z = 8 * (ROCQ_K_CONV_LDS_PATCH + 1), // chunks, halves
     CONV_LDS_PASSES = 8 * ROCQ_K_CONV_LDS_H / 64 // positions of a tile by 64
@@ -11623,8 +11624,6 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
     f16 *const wt = (f16 *)tile, *const patches = wt + STAGES * W_TILE;
     float *const work = (float *)(patches + 2 * PATCH) + group * 64 * CONV_LDS_STRIDE;
     const int n_taps = a.kw * a.kh;
-    const int32_t n_tiles = (a.tiles_m << 2 * a.folded) * a.tiles_x * a.tiles_y * a.n_splits *
-                            a.y.ne[3];
 
     // Where a thread finds its vectors of w: rows t / 8, and every 32nd from there on
     struct w_source {
@@ -11635,7 +11634,7 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
     const auto w_of = [&](const conv_lds_patch &n) {
         w_source from = {(const char *)a.w, 0};
         const int32_t row = n.p.m0 + t / 8;
-        if (n.tile >= n_tiles || 64 * n.at.slice + 8 * vector >= a.c) return from;
+        if (n.tile >= a.tile_end || 64 * n.at.slice + 8 * vector >= a.c) return from;
         from.at += 2 * ((int64_t)(n.p.w_row + row) * k + n.at.k + 8 * vector);
 #pragma unroll
         for (int i = 0; i < 4; i++) from.live |= (uint32_t)(row + 32 * i < a.m) << i;
@@ -11665,7 +11664,8 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
     };
     const int per_step = (COPIES + n_taps - 4) / (n_taps - 3);
 
-    conv_lds_patch own = conv_lds_tile(a, (int32_t)(a.common.block0 + block_index()));
+    conv_lds_patch own =
+        conv_lds_tile(a, a.tile0 + (int32_t)(a.common.block0 + block_index()));
     w_source w = w_of(own);
     for (int i = 0; i < AHEAD; i++) {
         load_w(w.at, w.live, i, i);
@@ -11688,7 +11688,7 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
             const conv_patch from = conv_patch_of(a, next.p, next.at);
             const int32_t left = a.c - 64 * own.at.slice;
             last = next.tile != own.tile;
-            more = next.tile < n_tiles;
+            more = next.tile < a.tile_end;
             const f16 *z = patch;
             int column = 0;
 #pragma unroll 1

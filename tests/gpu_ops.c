@@ -1987,6 +1987,36 @@ static void check_conv_ahead(void) {
     rocq_buffer_free(gpu, &memory);
 }
 
+// Blocks of the kernels named conv_lds go from tile to tile, so the time cap cuts the tiles: here
+// into launches of four, one for each unit, or folded of one for each phase.
+static void check_conv_cap(void) {
+    static const struct {
+        int64_t m, launches;
+        int kernel;
+        bool folded;
+    } cases[] = {{128, 2, ROCQ_K_conv_lds_128, false}, {64, 4, ROCQ_K_conv_lds_64, false},
+                 {64, 16, ROCQ_K_conv_lds_64, true}, {16, 4, ROCQ_K_conv_lds_16, false}};
+    const rocq__chip before = gpu->gpu->chip;
+    gpu->gpu->chip.n_units = 4;
+    gpu->gpu->chip.matrix_per_us /= 1000; // so a tile takes longer than the cap
+    for (int i = 0; i < 4; i++) {
+        const int32_t up = cases[i].folded ? 2 : 1;
+        const picture s = {.x = ROCQ_F16, .w = ROCQ_F16, .y = ROCQ_F16, .c = 64, .m = cases[i].m,
+                           .w_x = 9, .h_x = 120, .kw = 3, .kh = 3, .upsample = up,
+                           .folded = cases[i].folded};
+        int64_t launches[2];
+        for (int capped = 0; capped < 2; capped++) {
+            gpu->desc.dispatch_us = capped;
+            launches[capped] = -gpu->gpu->launches[cases[i].kernel];
+            check_conv(&s);
+            launches[capped] += gpu->gpu->launches[cases[i].kernel];
+        }
+        assert_true(launches[0] > 0);
+        assert_int_equal(launches[1], cases[i].launches * launches[0]);
+    }
+    gpu->gpu->chip = before;
+}
+
 // A norm before a conv of 128 channels is computed beforehand only where memory for it is allowed,
 // and not where K would be split: eight tiles fill two units, but not ten.
 static void check_conv_beforehand(void) {
@@ -2073,8 +2103,10 @@ static void test_conv_lds(void **state) {
     const int64_t launches[3] = {gpu->gpu->launches[ROCQ_K_conv_lds_64],
                                  gpu->gpu->launches[ROCQ_K_conv_lds_16],
                                  gpu->gpu->launches[ROCQ_K_conv_lds_128]};
+    const int32_t cap = gpu->desc.dispatch_us;
     for (int round = 0; round < 3; round++) {
         gpu->gpu->chip.n_units = round == 0 ? 1 : round == 1 ? 3 : 100;
+        gpu->desc.dispatch_us = round == 1 ? 1 : cap; // many launches of three tiles each
         for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
             picture s = cases[i];
             s.x = s.w = ROCQ_F16;
@@ -2098,7 +2130,9 @@ static void test_conv_lds(void **state) {
             check_conv(&s);
         }
     }
+    check_conv_cap();
     gpu->gpu->chip.n_units = n_units;
+    gpu->desc.dispatch_us = cap;
     check_conv_ahead();
     check_conv_beforehand();
     gpu->gpu->chip.lds_tiles = first;
