@@ -21539,7 +21539,8 @@ static void rocq__conv_launch_ahead(rocq__job *job, int kernel, int threads, con
 }
 
 // Launches a kernel named conv_lds over `tiles` tiles of each of n_phases phases. Its blocks, no
-// more than the chip has units, go from tile to tile, so the time cap cuts tiles, not blocks.
+// more than the chip has units, go from tile to tile, so the time cap cuts tiles, not blocks: into
+// parts that give each unit the same number of them.
 static void rocq__conv_launch_tiles(rocq__job *job, int kernel, int threads, int64_t tiles,
                                     int64_t n_phases, const rocq_tensor *y, const rocq_tensor *w,
                                     rocq_k_conv_args *args) {
@@ -21548,7 +21549,8 @@ static void rocq__conv_launch_tiles(rocq__job *job, int kernel, int threads, int
     int64_t step = tiles;
     if (cap > 0) {
         const double launches = ceil(rocq__estimate_us(job->ctx->gpu, job->cost) / cap);
-        step = ROCQ__MAX((int64_t)ceil((double)tiles / ROCQ__MAX(launches, 1.0)), most);
+        step = (int64_t)ceil((double)tiles / ROCQ__MAX(launches, 1.0));
+        if (step < tiles) step = ROCQ__MAX(step / most, 1) * most;
     }
     for (int64_t tile = 0; tile < tiles; tile += step) {
         args->tile0 = (int32_t)tile;
