@@ -3536,7 +3536,6 @@ enum {
 #define ROCQ_K_ATTENTION_STEP(X, d) X(attention_step_##d, rocq_k_attention_args, 128)
 #define ROCQ_K_ATTEND_LDS_DIMS(F, X) F(X, 64) F(X, 128) F(X, 256)
 #define ROCQ_K_ATTENTION_LDS(X, d) X(attention_lds_##d, rocq_k_attention_args, 256)
-#define ROCQ_K_GROUP_DIMS(F, X) F(X, 64) F(X, 128) F(X, 256)
 #define ROCQ_K_ATTENTION_GROUP(X, d) \
     X(attention_group_##d, rocq_k_attention_args, ROCQ_K_GROUP_THREADS)
 
@@ -3622,7 +3621,7 @@ enum {
     ROCQ_K_HEAD_DIMS(ROCQ_K_ATTENTION, X)                    \
     ROCQ_K_STEP_DIMS(ROCQ_K_ATTENTION_STEP, X)               \
     ROCQ_K_ATTEND_LDS_DIMS(ROCQ_K_ATTENTION_LDS, X)          \
-    ROCQ_K_GROUP_DIMS(ROCQ_K_ATTENTION_GROUP, X)             \
+    ROCQ_K_ATTEND_LDS_DIMS(ROCQ_K_ATTENTION_GROUP, X)        \
     X(attention_lds_512, rocq_k_attention_args, 256)         \
     X(norm, rocq_k_norm_args, 512)                           \
     X(rope, rocq_k_rope_args, 256)                           \
@@ -18875,7 +18874,7 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel, uint32_t threads)
     }
 #define ROCQ_X(X, d) \
     if (kernel == ROCQ_K_attention_group_##d && gpu->chip.lds_tiles) return ROCQ_K_GROUP_LDS;
-    ROCQ_K_GROUP_DIMS(ROCQ_X, )
+    ROCQ_K_ATTEND_LDS_DIMS(ROCQ_X, )
 #undef ROCQ_X
     if ((kernel == ROCQ_K_conv_lds_64 || kernel == ROCQ_K_conv_lds_16) && gpu->chip.lds_tiles) {
         const uint32_t m = kernel == ROCQ_K_conv_lds_64 ? 64 : 16;

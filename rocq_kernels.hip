@@ -5073,8 +5073,9 @@ DEV void lds_load(const lds_operand &from, int32_t r0, int32_t n_r, f16 *to) {
 
 // Each group of four waves has TM times 64 rows of the tile, in c[0], c[1] and so on: groups take
 // turns at 64 rows. beside(tile of a) is called while a step's products run, before the wait.
-// There is a step at least: beside a path around the loop, on which c stays 0, ptxas would wait for
-// each product at once (its message C7515), and the loop would take 1.4 times as long.
+// begin must be below end, which rocq__tile_splits sees to: a split has ROCQ__TILE_SPLIT of r at
+// least. For a loop that may have no step ptxas waits for each product at once, since then c is
+// also read where no product has written it (message C7515), and takes 1.4 times as long.
 template <bool A_TURNED, bool B_TURNED, int BM, int BN, int STAGES, int AHEAD, int TM, typename F>
 DEV void lds_multiply(frag_c (&c)[TM][BN / 16], const lds_operand &a, const lds_operand &b,
                       int32_t n_r, uint32_t begin, uint32_t end, f16 *tiles, F beside) {
@@ -8955,7 +8956,7 @@ ROCQ_K_STEP_DIMS(ROCQ_X, unused)
     KERNEL_WAVES(attention_group_##d, rocq_k_attention_args, ROCQ_K_GROUP_THREADS, 2) { \
         if constexpr (WMMA_TILES) attend_group<d>(a);                                   \
     }
-ROCQ_K_GROUP_DIMS(ROCQ_X, unused)
+ROCQ_K_ATTEND_LDS_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
 
 // ---------------------------------------------------------------------------------------------
@@ -11540,9 +11541,10 @@ enum {
     CONV_LDS_W = 8 * (128 + 1), CONV_LDS_Z = 8 * (ROCQ_K_CONV_LDS_PATCH + 1), // chunks, halves
     CONV_LDS_PASSES = 8 * ROCQ_K_CONV_LDS_H / 64 // positions of a tile by 64
 };
-// Begins the products of 16 N16 channels of a tap. Each form begins and ends a group of products by
-// itself: where the end followed a branch, ptxas made it a group of its own, and wait<1> waited for
-// the products.
+// Begins a batch: the products of 16 N16 channels of a tap. The batch is also ended here, before
+// the two forms of a step (N16 4 and 2) meet again. Behind the branch between them, ptxas would end
+// it by an empty batch of its own, and wmma_lds_wait<1>, which leaves the last batch alone, would
+// wait for the products.
 template <int N16, int TN>
 DEV void conv_lds_step(frag_c (&c)[TN], const f16 *w, const f16 *z, int line) {
     wmma_lds_begin();
@@ -11553,12 +11555,14 @@ DEV void conv_lds_step(frag_c (&c)[TN], const f16 *w, const f16 *z, int line) {
     }
     wmma_lds_end();
 }
-// A patch of a tile, and the one that a block multiplies next.
+// Where a block is in its work: a patch of one of its tiles.
 struct conv_lds_patch {
-    int32_t tile, end; // of all tiles; behind the tile's last patch
-    conv_place p;
-    conv_step at;
+    int32_t tile;  // its number among the tiles of all frames
+    int32_t end;   // the number behind that of the tile's last patch
+    conv_place p;  // of the tile
+    conv_step at;  // the patch's first step
 };
+// The first patch of a tile, and the patch that a block multiplies after another.
 DEV conv_lds_patch conv_lds_tile(const rocq_k_conv_args &a, int32_t tile) {
     const uint32_t of_frame = ((uint32_t)a.tiles_m << 2 * a.folded) * (uint32_t)a.tiles_x *
                               (uint32_t)a.tiles_y * (uint32_t)a.n_splits;

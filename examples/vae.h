@@ -667,8 +667,10 @@ static rocq_result vae__try(vae_model *m, vae_tiling tiling, int32_t tile, int32
         m->plan.limit = tiling == VAE_EXACT ? m->limit : 0;
         m->plan.n_chunks = n_chunks;
         VAE__TRY(vae__measure_plan(m, base));
-        if (tiling != VAE_EXACT) { // again: now ops may take what lies free below the peak
-            m->plan.limit = m->plan.activation_bytes + 255; // which an op keeps for alignment
+        // A second time: now ops may take as scratch memory what lies free below the first time's
+        // peak. An op counts up to 255 bytes more than it takes, for alignment.
+        if (tiling != VAE_EXACT) {
+            m->plan.limit = m->plan.activation_bytes + 255;
             VAE__TRY(vae__measure_plan(m, base));
         }
         if (m->plan.peak_bytes < *least) *least = m->plan.peak_bytes;
