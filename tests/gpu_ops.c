@@ -647,6 +647,7 @@ static void test_attention_heads(void **state) {
         attend prefill = decode;
         prefill.n_q = 37;
         prefill.causal = true;
+        prefill.mask = gpu->gpu->chip.lds_tiles; // which attention_lds leaves to these kernels
         check_attention(&decode);
         check_attention(&prefill);
         check_prefill(&prefill);
