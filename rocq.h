@@ -1809,7 +1809,7 @@ ROCQ_DEF rocq_result rocq_lend(rocq_ctx *ctx, const rocq_buffer *memory);
 //     product, CPU with AVX2          INT8 for quantized w but MXFP6_E3M2, else F32
 //     product, GPU, up to 8 columns   INT8 for quantized w but MXFP6, else F32; on NVIDIA's Hopper
 //                                     F16 for w in F16 or BF16 with over 4096 rows
-//                                     from five columns on
+//                                     from three columns on
 //     product, GPU, more columns      F32 for w in F32, else F16
 //     its backward, GPU               F32 for dx if w is in F32, else F16
 //     attention, its backward, convolution, GPU   F16
@@ -9019,13 +9019,13 @@ static const rocq__precision_rule rocq__precision_rules[] = {
     {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW, ROCQ__CODED_W,
      ROCQ_PRECISION_INT8,
      "few columns wait for w to be read, whose codes dot4 multiplies as they are"},
-    {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW / 2, ROCQ__ANY_W,
+    {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW / 4, ROCQ__ANY_W,
      ROCQ_PRECISION_F32, "few columns wait for w to be read, and w has no integer codes"},
-    // 8 columns, H100: 14336 x 4096 45 us and in F32 51, 4096 x 4096 15.5 and 15.8, 1024 x 4096
-    // 10.5 and 6.4.
+    // H100: 14336 x 4096 takes 44 us with up to 16 columns, in F32 44 with 2, 48 with 4, 51 with 8.
+    // With 8 columns 4096 x 4096 takes 15.5 and in F32 15.8, 1024 x 4096 10.5 and 6.4.
     {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__LDS_TILES_CHIP, ROCQ_K_FEW, ROCQ__LARGE_HALF_W,
      ROCQ_PRECISION_F16,
-     "with many rows, F32 products of five columns or more take longer than reading w"},
+     "with many rows, F32 products of three columns or more take longer than reading w"},
     {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW, ROCQ__ANY_W, ROCQ_PRECISION_F32,
      "few columns wait for w to be read, and w has no integer codes"},
     {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__F32_W, ROCQ_PRECISION_F32,
