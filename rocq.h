@@ -5502,8 +5502,13 @@ static void rocq__touch_task(void *arg, int64_t page, int64_t end, int32_t threa
     const rocq__pages *a = (const rocq__pages *)arg;
     (void)thread;
     for (; page < end && page * ROCQ__PAGE < a->size; page++) {
-        const unsigned char byte = a->data[page * ROCQ__PAGE];
-        if (a->written) a->data[page * ROCQ__PAGE] = byte;
+        // data may begin anywhere in a page, so this many bytes of it can lie in two pages.
+        const int64_t first = page * ROCQ__PAGE;
+        const int64_t at[2] = {first, ROCQ__MIN(first + ROCQ__PAGE, a->size) - 1};
+        for (int i = 0; i < 2; i++) {
+            const unsigned char byte = a->data[at[i]];
+            if (a->written) a->data[at[i]] = byte;
+        }
     }
 }
 
@@ -6089,11 +6094,13 @@ static void rocq__join6(uint8_t *qs, const uint8_t *q) {
     }
 }
 
-// An FP6 element with f_bits of mantissa as a multiple of the smallest subnormal.
+// An FP6 element with f_bits of mantissa as a multiple of the smallest subnormal. It has no
+// branches: signs and exponents look random, so mispredictions would double the time.
 static inline int32_t rocq__fp6(uint8_t q, int32_t f_bits) {
     const int32_t exponent = (q & 31) >> f_bits, f = q & ((1 << f_bits) - 1);
-    const int32_t v = exponent ? (f | 1 << f_bits) << (exponent - 1) : f;
-    return q & 32 ? -v : v;
+    const int32_t normal = exponent > 0, negative = q >> 5 & 1;
+    const int32_t v = (f | normal << f_bits) << (exponent - normal);
+    return (v ^ -negative) + negative;
 }
 
 static void rocq__unpack_mxfp6_e2m3(const void *block, int8_t *code, float *scale, float *min) {
