@@ -20404,7 +20404,8 @@ static bool rocq__takes_few(const rocq__chip *chip, const rocq__site *s, rocq_fo
     const int64_t most = x == ROCQ_F32 ? ROCQ_K_MATMUL_FEW_N / 2 : ROCQ_K_MATMUL_FEW_N;
     return chip->lds_tiles && (s->format == ROCQ_F16 || s->format == ROCQ_BF16) && s->k % 8 == 0 &&
            s->n <= most &&
-           (x == ROCQ_F32 || s->m * s->batch > ROCQ_K_MATMUL_FEW_M * chip->n_units / 2);
+           (x == ROCQ_F32 ||
+            (int64_t)s->m * s->batch > ROCQ_K_MATMUL_FEW_M * chip->n_units / 2);
 }
 
 // Whether a product in F16 is one of the kernels named _lds. With up to 32 columns a tile of 64

@@ -3104,6 +3104,44 @@ static void test_graph_joins_append_step(void **state) {
     both_steps(joins_append_step_cases);
 }
 
+// Attentions on Hopper one after the other in a graph, which share scratch memory and counters: by
+// attention_lds in blocks of 256 threads and then of 128, for which the same kernel asks for less
+// LDS, in two runs; and by attention_group, in two runs as well.
+static void test_graph_attention_lds(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    const bool lds_tiles = gpu->gpu->chip.lds_tiles;
+    static const struct { int64_t n_heads, n_kv_heads, n_q, n_kv; int kernel; } sizes[] = {
+        {2, 2, 70, 130, ROCQ_K_attention_lds_128}, {1, 1, 35, 2085, ROCQ_K_attention_lds_128},
+        {3, 1, 1, 600, ROCQ_K_attention_group_128}};
+    rocq_info info;
+    rocq_get_info(gpu, &info);
+    if (!lds_tiles && !strstr(info.device, "simt")) skip();
+    gpu->gpu->chip.lds_tiles = true;
+    gpu->gpu->chip.n_units = 2;
+    joined j = {{ROCQ_OP_MATMUL}, {{{0}}}, 0};
+    box q[3], k[3], v[3], out[3];
+    for (int i = 0; i < 3; i++) {
+        q[i] = box_random(BOX_PLAIN, ROCQ_F32, 1, 128, sizes[i].n_heads, sizes[i].n_q, 1);
+        k[i] = box_random(BOX_PLAIN, ROCQ_F16, 1, 128, sizes[i].n_kv_heads, sizes[i].n_kv, 1);
+        v[i] = box_random(BOX_PLAIN, ROCQ_F16, 1, 128, sizes[i].n_kv_heads, sizes[i].n_kv, 1);
+        out[i] = box_make(BOX_PLAIN, ROCQ_F32, 128, sizes[i].n_heads, sizes[i].n_q, 1);
+        const rocq_attention_params p = {.out = &out[i].t, .q = &q[i].t, .k = &k[i].t,
+                                         .v = &v[i].t, .causal = true};
+        const rocq__attention_grid g = rocq__attention_cut(gpu, &p);
+        assert_true(g.kernel == sizes[i].kernel && g.n_splits == (i > 0 ? 2 : 1) &&
+                    g.threads == (i == 1 ? 128 : 256));
+        joined_add(&j, ROCQ_OP_ATTENTION, &p);
+    }
+    box *const outs[] = {&out[0], &out[1], &out[2]};
+    joined_check(&j, outs, 3, 3, "attention_lds and attention_group");
+    for (int i = 0; i < 3; i++) boxes_free(&q[i], &k[i], &v[i], &out[i]);
+    gpu->gpu->chip.lds_tiles = lds_tiles;
+    gpu->gpu->chip.n_units = n_units;
+    random_state = saved;
+}
+
 // -- the same bits, run after run --
 
 static void test_repeatable(void **state) {
@@ -3491,6 +3529,8 @@ static void test_matmul_few(void **state) {
         check_product(&s);
         assert_true(gpu->gpu->launches[kernel] > before);
     }
+    const rocq__site rows = {.format = ROCQ_F16, .m = 1 << 16, .k = 8, .n = 1, .batch = 1 << 15};
+    assert_true(rocq__takes_few(&gpu->gpu->chip, &rows, ROCQ_F16)); // 2^31 rows
     gpu->gpu->chip.lds_tiles = first;
     gpu->gpu->chip.n_units = n_units;
     random_state = state_before;
@@ -4147,6 +4187,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_attention_long),  cmocka_unit_test(test_attention_scratch),
         cmocka_unit_test(test_attention_step),  cmocka_unit_test(test_attention_step_mixed),
         cmocka_unit_test(test_graph_joins_append_step),
+        cmocka_unit_test(test_graph_attention_lds),
         cmocka_unit_test(test_attention_backward),
         cmocka_unit_test(test_attention_backward_unsupported),
         cmocka_unit_test(test_norms),
