@@ -1,11 +1,15 @@
 // rocq_warm: what is left to do after it, errors, that ops see nothing of it, and that a graph
 // which a runtime replays wrongly is found out. On the CPU, and in a GPU context on the stand-in.
+#define _GNU_SOURCE // mincore
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
 #include <cmocka.h>
+
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "simt/hip.h"
 
@@ -372,6 +376,33 @@ static void test_touching(void **state) {
         rocq_close(&ctx);
         nothing_wrong();
     }
+}
+
+// On the CPU the pages of an operand have memory once it is warm, also those of a small operand that
+// begins in one page and ends in the next.
+static void test_pages(void **state) {
+    (void)state;
+    enum { N = 32, PAGES = 4 };
+    const int64_t page = sysconf(_SC_PAGESIZE), ne = N;
+    unsigned char resident[PAGES], *memory =
+        (unsigned char *)mmap(NULL, (size_t)(PAGES * page), PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    work k;
+    float x[N] = {0};
+    rocq_tensor from, to;
+    assert_true(memory != MAP_FAILED);
+    assert_int_equal(work_open(&k, ROCQ_BACKEND_CPU), ROCQ_OK);
+    assert_int_equal(rocq_tensor_from_host(&from, x, ROCQ_F32, 1, &ne), ROCQ_OK);
+    assert_int_equal(rocq_tensor_from_host(&to, memory + 2 * page - 4, ROCQ_F32, 1, &ne), ROCQ_OK);
+    const rocq_activate_params relu = {&to, &from, ROCQ_ACT_RELU};
+    assert_int_equal(rocq_graph_begin(k.ctx), ROCQ_OK);
+    assert_int_equal(rocq_activate(k.ctx, &relu), ROCQ_OK);
+    assert_int_equal(rocq_graph_end(k.ctx, &k.graph), ROCQ_OK);
+    assert_int_equal(rocq_warm(k.ctx, k.graph), ROCQ_OK);
+    assert_int_equal(mincore(memory, (size_t)(PAGES * page), resident), 0);
+    for (int i = 0; i < PAGES; i++) assert_int_equal(resident[i] & 1, i == 1 || i == 2);
+    work_close(&k);
+    munmap(memory, (size_t)(PAGES * page));
 }
 
 // LAYERS of a transformer over T tokens, with their KV cache: ids and positions in, an index out.
@@ -1120,7 +1151,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_first_copy), cmocka_unit_test(test_kernels),
         cmocka_unit_test(test_misuse),     cmocka_unit_test(test_failures),
         cmocka_unit_test(test_no_memory),  cmocka_unit_test(test_ranges),
-        cmocka_unit_test(test_touching),
+        cmocka_unit_test(test_touching),   cmocka_unit_test(test_pages),
         cmocka_unit_test(test_replay_right),
         cmocka_unit_test(test_replay_stale_args), cmocka_unit_test(test_replay_stale_copies),
         cmocka_unit_test(test_replay_dropped), cmocka_unit_test(test_replay_each),
