@@ -5502,7 +5502,8 @@ static void rocq__touch_task(void *arg, int64_t page, int64_t end, int32_t threa
     const rocq__pages *a = (const rocq__pages *)arg;
     (void)thread;
     for (; page < end && page * ROCQ__PAGE < a->size; page++) {
-        // data may begin anywhere in a page, so this many bytes of it can lie in two pages.
+        // data may begin anywhere in a page, so a page's worth of its bytes can lie in two pages:
+        // touching the first and the last of these bytes touches both.
         const int64_t first = page * ROCQ__PAGE;
         const int64_t at[2] = {first, ROCQ__MIN(first + ROCQ__PAGE, a->size) - 1};
         for (int i = 0; i < 2; i++) {
@@ -6094,8 +6095,9 @@ static void rocq__join6(uint8_t *qs, const uint8_t *q) {
     }
 }
 
-// An FP6 element with f_bits of mantissa as a multiple of the smallest subnormal. It has no
-// branches: signs and exponents look random, so mispredictions would double the time.
+// An FP6 element with f_bits of mantissa as a multiple of the smallest subnormal. There are no
+// branches, because a processor cannot predict the signs and exponents of weights: with a branch
+// for each, decoding a block takes 1.6 to 2 times as long (Emerald Rapids).
 static inline int32_t rocq__fp6(uint8_t q, int32_t f_bits) {
     const int32_t exponent = (q & 31) >> f_bits, f = q & ((1 << f_bits) - 1);
     const int32_t normal = exponent > 0, negative = q >> 5 & 1;
@@ -9026,10 +9028,11 @@ static const rocq__precision_rule rocq__precision_rules[] = {
     {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW, ROCQ__CODED_W,
      ROCQ_PRECISION_INT8,
      "few columns wait for w to be read, whose codes dot4 multiplies as they are"},
-    {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW / 4, ROCQ__ANY_W,
-     ROCQ_PRECISION_F32, "few columns wait for w to be read, and w has no integer codes"},
-    // H100: 14336 x 4096 takes 44 us with up to 16 columns, in F32 44 with 2, 48 with 4, 51 with 8.
-    // With 8 columns 4096 x 4096 takes 15.5 and in F32 15.8, 1024 x 4096 10.5 and 6.4.
+    {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, 2, ROCQ__ANY_W, ROCQ_PRECISION_F32,
+     "few columns wait for w to be read, and w has no integer codes"},
+    // H100, us: a product of F16 weights, 14336 x 4096, takes 43 in F16 with 4 columns and 44 with
+    // 8 or 16; in F32 it takes 44 with 2 columns, 48 with 4 and 51 with 8. With 8 columns 4096 x
+    // 4096 takes 15.5 in F16 and 15.8 in F32, but 1024 x 4096 10.5 and 6.4: hence many rows.
     {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__LDS_TILES_CHIP, ROCQ_K_FEW, ROCQ__LARGE_HALF_W,
      ROCQ_PRECISION_F16,
      "with many rows, F32 products of three columns or more take longer than reading w"},

@@ -647,7 +647,7 @@ static void test_attention_heads(void **state) {
         attend prefill = decode;
         prefill.n_q = 37;
         prefill.causal = true;
-        prefill.mask = gpu->gpu->chip.lds_tiles; // which attention_lds leaves to these kernels
+        prefill.mask = gpu->gpu->chip.lds_tiles; // else attention_lds would take these on Hopper
         check_attention(&decode);
         check_attention(&prefill);
         check_prefill(&prefill);
@@ -3530,7 +3530,7 @@ static void test_matmul_few(void **state) {
         assert_true(gpu->gpu->launches[kernel] > before);
     }
     const rocq__site rows = {.format = ROCQ_F16, .m = 1 << 16, .k = 8, .n = 1, .batch = 1 << 15};
-    assert_true(rocq__takes_few(&gpu->gpu->chip, &rows, ROCQ_F16)); // 2^31 rows
+    assert_true(rocq__takes_few(&gpu->gpu->chip, &rows, ROCQ_F16)); // 2^31 rows, over an int32_t
     gpu->gpu->chip.lds_tiles = first;
     gpu->gpu->chip.n_units = n_units;
     random_state = state_before;
