@@ -378,8 +378,8 @@ static void test_touching(void **state) {
     }
 }
 
-// On the CPU the pages of an operand have memory once it is warm, also those of a small operand that
-// begins in one page and ends in the next.
+// On the CPU rocq_warm gives memory to all pages of an operand: also to both pages of a small one
+// that begins in one page and ends in the next.
 static void test_pages(void **state) {
     (void)state;
     enum { N = 32, PAGES = 4 };
