@@ -2803,7 +2803,7 @@ enum {
     ROCQ_K_MATVEC_ROWS = 4,   // rows of w that a wave works on at once
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
     ROCQ_K_MATVEC_LOW_THREADS = 288, // of a block with `low`: a wave more
-    ROCQ_K_MATVEC_PRODUCTS = 4, // most products of the same x in one launch
+    ROCQ_K_PRODUCTS = 4, // most products of the same x in one launch
     ROCQ_K_MATVEC_LOW = 1024,   // most rows of product 0 of a launch with `low`
     ROCQ_K_LOW_TURN = 32,       // words ahead of the two sets: the first one tells launches apart,
                                 // the others keep the sets in cache lines of their own
@@ -3081,16 +3081,16 @@ typedef struct rocq_k_matvec_args {
     int32_t k_step;     // ROCQ_K_WAVE k_waves: a lane takes each k_step-th unit of a row (planar)
                         // or each k_step-th 16 bytes or element (plain). With low that of product
                         // 0, which then has k_waves of its own; k_shift is of the others
-    uint32_t block_begin[ROCQ_K_MATVEC_PRODUCTS]; // first block of each product, of the first one
+    uint32_t block_begin[ROCQ_K_PRODUCTS]; // first block of each product, of the first one
                                                   // 0, and UINT32_MAX where there is none
-    rocq_k_matvec_product product[ROCQ_K_MATVEC_PRODUCTS];
+    rocq_k_matvec_product product[ROCQ_K_PRODUCTS];
     struct {                 // of row: what x goes through before the product
         int32_t norm;        // x / sqrt(sum x^2 / K + eps), times weight if that is not NULL
         float eps;
         const float *weight;
         void *y;             // or NULL; where block 0 stores x as planar Q8_0 of one column
     } row;
-    rocq_k_lora lora[ROCQ_K_MATVEC_PRODUCTS][2];
+    rocq_k_lora lora[ROCQ_K_PRODUCTS][2];
     struct {
         uint32_t *words;     // [ROCQ_K_LOW_WORDS], at first 0; only such launches change them
         uint32_t n_blocks;   // of the launch
@@ -3211,12 +3211,13 @@ typedef struct rocq_k_experts_tiles {
     float limit, alpha;
 } rocq_k_experts_tiles;
 
-// y = epilogue(w x) over tiles; blockIdx.x counts tiles (see matmul_place), then splits of K,
-// blockIdx.z batches. With n_splits over 1 the sums go to work, floats [M, n_splits, N of all
-// batches], and matmul_merge follows, with tiles_m and tiles_n of ROCQ_K_MERGE_M rows by
-// ROCQ_K_MERGE_N columns. matmul_halves writes all of w to work in F16, 256 units a block.
-typedef struct rocq_k_matmul_args {
-    rocq_k_common common;
+// y = epilogue(w x) over tiles: up to ROCQ_K_PRODUCTS products of the same x, format and tile, whose
+// blocks follow each other. In a product's own blocks blockIdx.x counts tiles (see matmul_place),
+// then splits of K; blockIdx.z counts batches, and with several products there is one. With n_splits
+// over 1 the sums go to work, floats [M, n_splits, N of all batches], and matmul_merge follows, with
+// tiles_m and tiles_n of ROCQ_K_MERGE_M rows by ROCQ_K_MERGE_N columns. matmul_halves writes all of
+// w to work in F16, 256 units a block.
+typedef struct rocq_k_matmul_product {
     float *work;
     const void *w;         // planar, or plain for F32 F16 BF16: all of w's batches
     int64_t w_units;       // of the whole tensor
@@ -3231,7 +3232,14 @@ typedef struct rocq_k_matmul_args {
     int32_t batch2, run2, run3; // batch z of x: i2 = z % batch2, i3 = z / batch2. Its matrix of w
                                 // is i2 / run2 + w_batch2 (i3 / run3)
     int32_t w_batch2;
-    rocq_k_experts_tiles experts; // of matmul_experts
+} rocq_k_matmul_product;
+
+typedef struct rocq_k_matmul_args {
+    rocq_k_common common;
+    uint32_t block_begin[ROCQ_K_PRODUCTS]; // first block of each product, of the first one 0, of
+                                           // those that do not exist UINT32_MAX
+    rocq_k_experts_tiles experts;          // of matmul_experts, which has one product
+    rocq_k_matmul_product product[ROCQ_K_PRODUCTS];
 } rocq_k_matmul_args;
 
 // Columns of work: (query i, head h of a KV head's group), column i group + h. attention_decode
@@ -20126,7 +20134,7 @@ static int64_t rocq__matvec_args(rocq__job *job, const rocq__product *g, int32_t
     args->k_shift = rocq__matvec_shift(job, g + low, n_products - low, x);
     const int32_t low_shift = low ? rocq__matvec_shift(job, g, 1, x) : args->k_shift;
     args->k_step = ROCQ_K_WAVE << low_shift;
-    for (int32_t i = 0; i < ROCQ_K_MATVEC_PRODUCTS; i++) {
+    for (int32_t i = 0; i < ROCQ_K_PRODUCTS; i++) {
         const int32_t k_shift = i == 0 ? low_shift : args->k_shift;
         const int32_t wave_rows = i == 0 && low ? 1 : ROCQ_K_MATVEC_ROWS;
         const int64_t block_rows = wave_rows * ROCQ_K_MATVEC_WAVES >> k_shift;
@@ -20458,12 +20466,13 @@ static rocq_tensor rocq__product_halves(rocq__job *job, const rocq_tensor *w) {
     rocq__cost product = job->cost;
     rocq_k_matmul_args args;
     memset(&args, 0, sizeof args);
-    args.w = rocq__device_data(w);
-    args.w_units = rocq_tensor_count(w) / 32;
-    args.work = (float *)rocq__device_data(&halves);
-    args.format = (int32_t)w->format;
+    args.product[0].w = rocq__device_data(w);
+    args.product[0].w_units = rocq_tensor_count(w) / 32;
+    args.product[0].work = (float *)rocq__device_data(&halves);
+    args.product[0].format = (int32_t)w->format;
     job->cost = cost;
-    rocq__job_launch(job, ROCQ_K_matmul_halves, (args.w_units + 255) / 256, 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_matmul_halves, (rocq_tensor_count(w) / 32 + 255) / 256, 1, 256,
+                     &args);
     product.bytes += 2.0 * count - bytes;
     job->cost = product;
     return halves;
@@ -20522,76 +20531,6 @@ static rocq__tiles rocq__tiles_plain(rocq_ctx *ctx, rocq_precision path, rocq_fo
     return t;
 }
 
-// Launches a product as a grid of tiles, in which z counts the matrices.
-static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const rocq_tensor *x) {
-    rocq_tensor halves;
-    const rocq_tensor *w = &g->w;
-    const int64_t m = w->ne[1], n = x->ne[1], k = x->ne[0], n_matrices = x->ne[2] * x->ne[3];
-    const int64_t used = job->used; // when this returns, nothing that it takes is needed any more
-    rocq__tiles t;
-    rocq__site site;
-    memset(&site, 0, sizeof site);
-    site.kind = ROCQ__KIND_TILES;
-    site.format = (int32_t)w->format;
-    site.m = rocq__clamp32(m);
-    site.k = (int32_t)k;
-    site.n = rocq__clamp32(n);
-    site.batch = rocq__clamp32(n_matrices);
-    const rocq__chip *chip = rocq__chip_of(job->ctx);
-    if (g->path == ROCQ_PRECISION_F16 && rocq__takes_few(chip, &site, x->format)) {
-        t.kernel = ROCQ_K_matmul_few_f16_16 + 2 * (w->format == ROCQ_BF16) +
-                   (x->format != ROCQ_F32);
-        t.threads = 256;
-        t.m = ROCQ_K_MATMUL_FEW_M;
-        t.n = ROCQ_K_MATMUL_FEW_N / (x->format == ROCQ_F32 ? 2 : 1);
-        t.n_splits = 1;
-    } else if (g->path == ROCQ_PRECISION_F16 && rocq__takes_lds(chip, &site)) {
-        bool decodes_first = false;
-        t = rocq__tiles_lds(chip, w, &site, &decodes_first);
-        if (decodes_first) {
-            halves = rocq__product_halves(job, w);
-            w = &halves;
-        }
-    } else {
-        t = rocq__tiles_plain(job->ctx, g->path, w->format, &site);
-    }
-    rocq_k_matmul_args args;
-    memset(&args, 0, sizeof args);
-    args.w = rocq__device_data(w);
-    args.w_units = rocq_tensor_count(w) / 32;
-    args.x = rocq__device_data(x);
-    args.x_units = rocq_tensor_count(x) / 32;
-    args.x_stride = x->stride[1];
-    args.epilogue = rocq__k_epilogue(g);
-    args.m = m;
-    args.n = n;
-    args.k = k;
-    args.tiles_m = (int32_t)((m + t.m - 1) / t.m);
-    args.tiles_n = (int32_t)((n + t.n - 1) / t.n);
-    args.n_splits = t.n_splits;
-    args.format = (int32_t)w->format;
-    args.batch2 = (int32_t)x->ne[2];
-    args.run2 = (int32_t)(x->ne[2] / w->ne[2]);
-    args.run3 = (int32_t)(x->ne[3] / w->ne[3]);
-    args.w_batch2 = (int32_t)w->ne[2];
-    const int64_t work_ne[4] = {m, t.n_splits, n, n_matrices};
-    if (t.n_splits > 1) {
-        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, work_ne, m);
-        args.work = (float *)rocq__device_data(&work);
-    }
-    job->used = used;
-    rocq__job_launch(job, t.kernel, (int64_t)args.tiles_m * t.n_splits * args.tiles_n, n_matrices,
-                     t.threads, &args);
-    if (t.n_splits == 1) return;
-    const double partials = (double)(m * n * t.n_splits) * (double)n_matrices;
-    const rocq__cost merge = {4.0 * partials, partials, 0.0};
-    job->cost = merge;
-    args.tiles_m = (int32_t)((m + ROCQ_K_MERGE_M - 1) / ROCQ_K_MERGE_M);
-    args.tiles_n = (int32_t)((n + ROCQ_K_MERGE_N - 1) / ROCQ_K_MERGE_N);
-    rocq__job_launch(job, ROCQ_K_matmul_merge, (int64_t)args.tiles_m * args.tiles_n, n_matrices,
-                     256, &args);
-}
-
 // What one launch of n products costs. A matvec launches each matrix of a batch on its own.
 static rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__product *g, int32_t n) {
     const bool few = rocq__is_few(g->p->x, g->path);
@@ -20609,6 +20548,103 @@ static rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__product *g, 
         sum.matrix += cost.matrix / launches;
     }
     return sum;
+}
+
+// Sets all of *args that does not depend on the tiles. w is g->w or its F16 copy.
+static void rocq__product_tile_args(const rocq__product *g, const rocq_tensor *w,
+                                    const rocq_tensor *x, rocq_k_matmul_product *args) {
+    args->w = rocq__device_data(w);
+    args->w_units = rocq_tensor_count(w) / 32;
+    args->x = rocq__device_data(x);
+    args->x_units = rocq_tensor_count(x) / 32;
+    args->x_stride = x->stride[1];
+    args->epilogue = rocq__k_epilogue(g);
+    args->m = w->ne[1];
+    args->n = x->ne[1];
+    args->k = x->ne[0];
+    args->format = (int32_t)w->format;
+    args->batch2 = (int32_t)x->ne[2];
+    args->run2 = (int32_t)(x->ne[2] / w->ne[2]);
+    args->run3 = (int32_t)(x->ne[3] / w->ne[3]);
+    args->w_batch2 = (int32_t)w->ne[2];
+}
+
+// Launches products as one grid of tiles, in which z counts the matrices of a batch.
+static void rocq__product_grid(rocq__job *job, const rocq__tiles *t, int32_t n_products,
+                               int64_t n_matrices, rocq_k_matmul_args *args) {
+    int64_t blocks = 0;
+    for (int32_t i = 0; i < ROCQ_K_PRODUCTS; i++) {
+        rocq_k_matmul_product *p = &args->product[i];
+        args->block_begin[i] = i < n_products ? (uint32_t)blocks : UINT32_MAX;
+        p->tiles_m = (int32_t)((p->m + t->m - 1) / t->m);
+        p->tiles_n = (int32_t)((p->n + t->n - 1) / t->n);
+        blocks += (int64_t)p->tiles_m * p->tiles_n * t->n_splits;
+    }
+    rocq__job_launch(job, t->kernel, blocks, n_matrices, t->threads, args);
+}
+
+// Launches n_products products of one x, path and kernel as tiles, all in one launch.
+static void rocq__product_tiles(rocq__job *job, const rocq__product *g, int32_t n_products,
+                                const rocq_tensor *x) {
+    rocq_tensor halves;
+    const rocq_tensor *w = &g->w;
+    const int64_t n = x->ne[1], n_matrices = x->ne[2] * x->ne[3];
+    const int64_t used = job->used; // when this returns, nothing that it takes is needed any more
+    int64_t m = 0;
+    for (int32_t i = 0; i < n_products; i++) m += g[i].w.ne[1];
+    rocq__tiles t;
+    rocq__site site;
+    memset(&site, 0, sizeof site);
+    site.kind = ROCQ__KIND_TILES;
+    site.format = (int32_t)w->format;
+    site.m = rocq__clamp32(m);
+    site.k = (int32_t)x->ne[0];
+    site.n = rocq__clamp32(n);
+    site.batch = rocq__clamp32(n_matrices);
+    const rocq__chip *chip = rocq__chip_of(job->ctx);
+    if (g->path == ROCQ_PRECISION_F16 && rocq__takes_few(chip, &site, x->format)) {
+        t.kernel = ROCQ_K_matmul_few_f16_16 + 2 * (w->format == ROCQ_BF16) +
+                   (x->format != ROCQ_F32);
+        t.threads = 256;
+        t.m = ROCQ_K_MATMUL_FEW_M;
+        t.n = ROCQ_K_MATMUL_FEW_N / (x->format == ROCQ_F32 ? 2 : 1);
+        t.n_splits = 1;
+    } else if (g->path == ROCQ_PRECISION_F16 && rocq__takes_lds(chip, &site)) {
+        bool decodes_first = false;
+        t = rocq__tiles_lds(chip, w, &site, &decodes_first);
+        if (decodes_first && n_products > 1) {
+            for (int32_t i = 0; i < n_products; i++) {
+                job->cost = rocq__gemm_cost(job, &g[i], 1);
+                rocq__product_tiles(job, &g[i], 1, x);
+            }
+            return;
+        }
+        if (decodes_first) {
+            halves = rocq__product_halves(job, w);
+            w = &halves;
+        }
+    } else {
+        t = rocq__tiles_plain(job->ctx, g->path, w->format, &site);
+    }
+    rocq_k_matmul_args args;
+    memset(&args, 0, sizeof args);
+    for (int32_t i = 0; i < n_products; i++) {
+        rocq_k_matmul_product *p = &args.product[i];
+        rocq__product_tile_args(&g[i], i == 0 ? w : &g[i].w, x, p);
+        p->n_splits = t.n_splits;
+        if (t.n_splits == 1) continue;
+        const int64_t work_ne[4] = {p->m, t.n_splits, n, n_matrices};
+        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, work_ne, p->m);
+        p->work = (float *)rocq__device_data(&work);
+    }
+    job->used = used;
+    rocq__product_grid(job, &t, n_products, n_matrices, &args);
+    if (t.n_splits == 1) return;
+    const double partials = (double)(m * n * t.n_splits) * (double)n_matrices;
+    const rocq__cost merge = {4.0 * partials, partials, 0.0};
+    const rocq__tiles merged = {ROCQ_K_matmul_merge, 256, ROCQ_K_MERGE_M, ROCQ_K_MERGE_N, 1};
+    job->cost = merge;
+    rocq__product_grid(job, &merged, n_products, n_matrices, &args);
 }
 
 // The rest of the epilogue where g->finish is set: gate, activation and residual are applied to
@@ -20635,7 +20671,7 @@ static void rocq__product_launch(rocq__job *job, const rocq__product *g, int32_t
                                  const rocq_tensor *x) {
     job->cost = rocq__gemm_cost(job, g, n);
     if (rocq__is_few(x, g->path)) rocq__product_few(job, g, n, x);
-    else rocq__product_tiles(job, g, x);
+    else rocq__product_tiles(job, g, n, x);
     for (int32_t i = 0; i < n; i++) {
         if (g[i].finish) rocq__product_finish(job, &g[i]);
         else if (g[i].y.format != g[i].p->y->format) rocq__job_convert(job, g[i].p->y, &g[i].y);
@@ -20755,16 +20791,16 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
 
 // How many products from first on share a launch: as many as fit, all of one path. They have one
 // format, or all have formats that are only read; with INT8 and one column all other formats may be
-// mixed. Sharing is safe, since no product of a chain reads what another one writes.
+// mixed. Tiles are shared where there are no batches. Sharing is safe, since no product of a chain
+// reads what another one writes.
 static int32_t rocq__product_run(const rocq_ctx *ctx, const rocq_matmul_params *first) {
     const rocq_precision path = rocq__product_path(ctx, first, first->w);
     const int kernel = rocq__k_format(first->w->format), read = rocq__k_format(ROCQ_NVFP4);
     const bool any_format =
         path == ROCQ_PRECISION_INT8 && first->x->ne[1] == 1 && kernel != read;
     int32_t n = 1;
-    if (!rocq__is_few(first->x, path)) return 1;
-    for (const rocq_matmul_params *p = first->next; p && n < ROCQ_K_MATVEC_PRODUCTS;
-         p = p->next, n++) {
+    if (!rocq__is_few(first->x, path) && first->x->ne[2] * first->x->ne[3] > 1) return 1;
+    for (const rocq_matmul_params *p = first->next; p && n < ROCQ_K_PRODUCTS; p = p->next, n++) {
         if (rocq__product_path(ctx, p, p->w) != path) return n;
         const int own = rocq__k_format(p->w->format);
         if (own != kernel && (!any_format || own == read)) return n;
@@ -20791,7 +20827,7 @@ static bool rocq__few_floats(const rocq_ctx *ctx, const rocq_matmul_params *chai
 
 static void rocq__job_matmul(rocq__job *job, const void *params) {
     const rocq_matmul_params *p = (const rocq_matmul_params *)params;
-    rocq__product g[ROCQ_K_MATVEC_PRODUCTS];
+    rocq__product g[ROCQ_K_PRODUCTS];
     rocq_matmul_params low;
     rocq_tensor x[ROCQ_PRECISION_INT8 + 1];
     bool have[ROCQ_PRECISION_INT8 + 1] = {false, false, false, false};
@@ -21754,7 +21790,7 @@ static rocq_k_route_args rocq__route_args(const rocq_route_params *p) {
 static void rocq__job_router(rocq__job *job, const rocq_route_params *p) {
     const rocq__joined *before = job->before;
     const rocq_tensor *x = before->norm->x;
-    rocq__product g[ROCQ_K_MATVEC_PRODUCTS];
+    rocq__product g[ROCQ_K_PRODUCTS];
     rocq_k_router_args args;
     int32_t n = 0;
     memset(&args, 0, sizeof args);
@@ -21953,6 +21989,7 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     const rocq_tensor ints = rocq__job_tensor(job, ROCQ_I32, ROCQ_LAYOUT_GGUF, ints_ne, ints_ne[0]);
     rocq_k_experts_args sort = rocq__experts_args(g);
     rocq_k_matmul_args args;
+    rocq_k_matmul_product *product = &args.product[0];
     const rocq__cost cost = job->cost, none = {0.0, 0.0, 0.0};
     memset(&args, 0, sizeof args);
     sort.columns = (int32_t)columns;
@@ -21966,17 +22003,17 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     rocq__job_launch(job, ROCQ_K_experts_sort, n_experts, 1, 256, &sort);
     if (sort.fetched) rocq__experts_fetch(job, g, &sort, &args.experts.fetched);
     job->cost = cost;
-    args.w = sort.weights.w;
-    args.w_units = sort.weights.n_units;
-    args.x = sort.x;
-    args.x_stride = sort.x_stride;
-    args.epilogue.y = sort.y;
-    args.epilogue.bias = sort.bias;
-    args.epilogue.activation = sort.activation;
-    args.m = m;
-    args.n = g->n_pairs;
-    args.k = g->w.ne[0];
-    args.format = (int32_t)g->w.format;
+    product->w = sort.weights.w;
+    product->w_units = sort.weights.n_units;
+    product->x = sort.x;
+    product->x_stride = sort.x_stride;
+    product->epilogue.y = sort.y;
+    product->epilogue.bias = sort.bias;
+    product->epilogue.activation = sort.activation;
+    product->m = m;
+    product->n = g->n_pairs;
+    product->k = g->w.ne[0];
+    product->format = (int32_t)g->w.format;
     args.experts.pairs = sort.pairs;
     args.experts.tiles = sort.tiles;
     args.experts.w2 = sort.weights.w2;
@@ -21989,11 +22026,11 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     args.experts.limit = sort.limit;
     args.experts.alpha = sort.alpha;
     const int64_t tile_m = ROCQ_K_MATMUL_M / (sort.weights.w2 ? 2 : 1);
-    args.tiles_m = (int32_t)((m + tile_m - 1) / tile_m);
-    args.tiles_n = (int32_t)n_tiles;
+    product->tiles_m = (int32_t)((m + tile_m - 1) / tile_m);
+    product->tiles_n = (int32_t)n_tiles;
     const int kernel = ROCQ_K_matmul_experts_f32_32 + 2 * rocq__k_format(g->w.format) +
                        (columns == 64 ? 1 : 0);
-    rocq__job_launch(job, kernel, args.tiles_m * n_tiles, 1, 128, &args);
+    rocq__job_launch(job, kernel, product->tiles_m * n_tiles, 1, 128, &args);
 }
 
 static void rocq__job_experts(rocq__job *job, const void *params) {
@@ -24626,7 +24663,7 @@ static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__nod
     before->norm = norm;
     before->coded = coded;
     before->router = p;
-    return routed && n <= ROCQ_K_MATVEC_PRODUCTS ? choice : NULL;
+    return routed && n <= ROCQ_K_PRODUCTS ? choice : NULL;
 }
 
 // Two RMSNorms in a row, such as those of the queries and of the keys, in one launch: their rows

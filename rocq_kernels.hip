@@ -3693,20 +3693,20 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     int product = 0;
 #if defined(__CUDACC__) // as a loop: then nvcc keeps the product in its uniform registers
     block += block_index();
-    while (product < ROCQ_K_MATVEC_PRODUCTS - 1 && block >= a.block_begin[product + 1]) {
+    while (product < ROCQ_K_PRODUCTS - 1 && block >= a.block_begin[product + 1]) {
         begin = a.block_begin[++product];
     }
     const rocq_k_matvec_weights &p = a.product[product].weights;
 #else
     rocq_k_matvec_weights p = a.product[0].weights;
-    static_assert(ROCQ_K_MATVEC_PRODUCTS == 4, "four beginnings");
+    static_assert(ROCQ_K_PRODUCTS == 4, "four beginnings");
     block = read_together(block, a.block_begin[0], a.block_begin[1], a.block_begin[2],
                           a.block_begin[3], a.x, a.x_units, a.x_column0, a.x_stride, a.k, a.n,
                           a.k_shift, a.k_step, p.w, p.w2, p.n_units, p.row0, p.m, p.format,
                           a.product[0].y_format, a.product[0].activation);
     block += block_index();
 #pragma unroll
-    for (int i = 1; i < ROCQ_K_MATVEC_PRODUCTS; i++) {
+    for (int i = 1; i < ROCQ_K_PRODUCTS; i++) {
         begin = block < a.block_begin[i] ? begin : a.block_begin[i];
         product = block < a.block_begin[i] ? product : i;
     }
@@ -4321,7 +4321,7 @@ KERNEL(router, rocq_k_router_args, 256) {
     const bool stores = index == (uint32_t)a.n_blocks;
     const uint32_t block = stores ? 0 : index; // what it loads of w is not used
     int product = 0;
-    while (product < ROCQ_K_MATVEC_PRODUCTS - 1 && block >= m.block_begin[product + 1]) product++;
+    while (product < ROCQ_K_PRODUCTS - 1 && block >= m.block_begin[product + 1]) product++;
     const rocq_k_matvec_weights &p = m.product[product].weights;
     const int wave = wave_read(wave_index(), 0); // known to be uniform, as in matvec_block
     const int first_row =
@@ -4371,8 +4371,9 @@ KERNEL(router, rocq_k_router_args, 256) {
 //        up to the next such multiple past K; what lies there has no effect
 //   y    F32 or F16, likewise gate and residual, any strides; y may be gate or residual
 //
-// Geometry: blockIdx.x (+ block0) counts tiles_m * tiles_n tiles, once for each of n_splits splits
-// of K; blockIdx.z counts the batches of x. One tile goes through K no faster than the latency of
+// Geometry: a launch has the blocks of one product, or of several of the same x behind each other.
+// Those of a product count tiles_m * tiles_n tiles, once for each of n_splits splits of K;
+// blockIdx.z counts the batches of x. One tile goes through K no faster than the latency of
 // its loads permits. So where there are fewer tiles than the chip holds blocks, several blocks
 // split the K of each, in whole steps: they store their sums in `work`, and matmul_merge, a second
 // launch, adds them up in the order of the splits.
@@ -4396,10 +4397,27 @@ struct matmul_place {
     int32_t i2, i3;     // batch
     uint32_t split, begin, end; // the split of K, and its steps
 };
-DEV matmul_place matmul_place_of(const rocq_k_matmul_args &a, int bm, int bn, uint32_t n_steps) {
+// The product that a block belongs to, and the block's number among those of this product.
+struct matmul_block {
+    int product;
+    uint32_t index;
+};
+DEV matmul_block matmul_block_of(const rocq_k_matmul_args &all) {
+    const uint32_t index = all.common.block0 + block_index();
+    uint32_t begin = 0;
+    int product = 0;
+#pragma unroll
+    for (int i = 1; i < ROCQ_K_PRODUCTS; i++) {
+        begin = index < all.block_begin[i] ? begin : all.block_begin[i];
+        product = index < all.block_begin[i] ? product : i;
+    }
+    return matmul_block{product, index - begin};
+}
+DEV matmul_place matmul_place_of(const rocq_k_matmul_product &a, uint32_t block, int bm, int bn,
+                                 uint32_t n_steps) {
     const uint32_t tiles_m = (uint32_t)a.tiles_m, tiles_n = (uint32_t)a.tiles_n;
     const uint32_t n_splits = (uint32_t)a.n_splits, z = block_index_z();
-    const uint32_t block = a.common.block0 + block_index(), split = block / (tiles_m * tiles_n);
+    const uint32_t split = block / (tiles_m * tiles_n);
     const uint32_t tile = block - split * (tiles_m * tiles_n);
     const uint32_t band = tile / (MATMUL_BAND * tiles_n);
     const uint32_t at = tile - band * (MATMUL_BAND * tiles_n), left = tiles_m - band * MATMUL_BAND;
@@ -4433,14 +4451,14 @@ template <int TM, int TN> DEV void matmul_clear(frag_c (&c)[TM][TN]) {
 
 // Where work has the sums of a column's first split; those of the next split follow M floats
 // further on. The column is counted through all batches.
-DEV float *matmul_split_sums(const rocq_k_matmul_args &a, int64_t column) {
+DEV float *matmul_split_sums(const rocq_k_matmul_product &a, int64_t column) {
     return a.work + column * a.n_splits * a.m;
 }
 
 // One wave finishes column n of y, rows m0 to m0 + 32 R - 1. sum(m, r) returns the sum of row
 // m = m0 + 32 r + lane.
 template <int R, typename S>
-DEV void matmul_put_column(const rocq_k_matmul_args &a, const matmul_place &at, int64_t m0,
+DEV void matmul_put_column(const rocq_k_matmul_product &a, const matmul_place &at, int64_t m0,
                            int64_t n, S sum) {
     const rocq_k_epilogue &from = a.epilogue;
     char *y = row_of(from.y, n, at.i2, at.i3);
@@ -4462,7 +4480,7 @@ DEV void matmul_put_column(const rocq_k_matmul_args &a, const matmul_place &at, 
 
 // The same with sums in LDS. Where K is split, they are stored in work for matmul_merge instead.
 template <int R>
-DEV void matmul_put_sums(const rocq_k_matmul_args &a, const matmul_place &at, const float *sums,
+DEV void matmul_put_sums(const rocq_k_matmul_product &a, const matmul_place &at, const float *sums,
                          int64_t m0, int64_t n) {
     if (a.n_splits == 1) {
         matmul_put_column<R>(a, at, m0, n, [=](int64_t, int r) {
@@ -4488,11 +4506,13 @@ DEV bool quads_are_wide(const rocq_k_tensor &t) {
 // of a column, so that whole cache lines are read and written, and a block of 256 threads 8
 // columns. No LDS. Bytes: the sums of every split once, from L2 or the Infinity Cache, which they
 // were just written to.
-KERNEL(matmul_merge, rocq_k_matmul_args, 256) {
+DEV void matmul_merge(const rocq_k_matmul_args &all) {
     enum { AHEAD = 4 };
+    const matmul_block block = matmul_block_of(all);
+    const rocq_k_matmul_product &a = all.product[block.product];
     if (a.tiles_m == 0) return;
     const rocq_k_epilogue &from = a.epilogue;
-    const matmul_place at = matmul_place_of(a, ROCQ_K_MERGE_M, ROCQ_K_MERGE_N, 1);
+    const matmul_place at = matmul_place_of(a, block.index, ROCQ_K_MERGE_M, ROCQ_K_MERGE_N, 1);
     const int wave = matmul_wave();
     const int64_t n = at.n0 + wave, m = at.m0 + 4 * lane_index();
     const int there = n < a.n ? quad_count(a.m, m) : 0;
@@ -4537,6 +4557,7 @@ KERNEL(matmul_merge, rocq_k_matmul_args, 256) {
     put_floats(from.y.format, quads_are_wide(from.y) && there == 4,
                row_of(from.y, n, at.i2, at.i3), m, there, v);
 }
+KERNEL(matmul_merge, rocq_k_matmul_args, 256) { matmul_merge(a); }
 
 // Finishes a wave's 16 TM by 16 TN sums, from row m0 and column n0 on. A fragment has few rows of
 // many columns, while in memory the rows of a column are neighbours. So 16 columns at a time go
@@ -4545,7 +4566,7 @@ KERNEL(matmul_merge, rocq_k_matmul_args, 256) {
 // free of bank conflicts. It has barriers: all waves must call it.
 template <int TM> DEV constexpr int matmul_pass_floats() { return 16 * (16 * TM + 2); }
 template <int TM, int TN>
-DEV void matmul_finish(const rocq_k_matmul_args &a, const matmul_place &at,
+DEV void matmul_finish(const rocq_k_matmul_product &a, const matmul_place &at,
                        const frag_c (&c)[TM][TN], float *work, int64_t m0, int64_t n0) {
     const int stride = 16 * TM + 2;
     work += matmul_wave() * matmul_pass_floats<TM>();
@@ -4579,20 +4600,19 @@ struct experts_tile {
     int expert, first, n; // its columns are sorted pairs first to first + n - 1
     int slice, where;     // see rocq_k_experts_tiles
 };
-DEV experts_tile experts_tile_of(const rocq_k_matmul_args &a) {
-    const uint32_t tile = (a.common.block0 + block_index()) / (uint32_t)a.tiles_m;
-    const int32_t *const from = a.experts.tiles + 4 * (int64_t)tile;
+DEV experts_tile experts_tile_of(const rocq_k_experts_tiles &experts, uint32_t tile) {
+    const int32_t *const from = experts.tiles + 4 * (int64_t)tile;
     const int expert = wave_read(gload(from), 0), at = wave_read(gload(from + 3), 0);
     return experts_tile{expert, wave_read(gload(from + 1), 0), wave_read(gload(from + 2), 0),
                         at >> 2, at & 3};
 }
-DEV int experts_pair(const rocq_k_matmul_args &a, const experts_tile &own, int column) {
-    return gload(a.experts.pairs + own.first + column);
+DEV int experts_pair(const rocq_k_experts_tiles &experts, const experts_tile &own, int column) {
+    return gload(experts.pairs + own.first + column);
 }
-DEV matmul_place experts_place_of(const rocq_k_matmul_args &a, const experts_tile &own,
-                                  int64_t tile_m, uint32_t n_steps) {
+DEV matmul_place experts_place_of(const rocq_k_matmul_product &a, uint32_t block,
+                                  const experts_tile &own, int64_t tile_m, uint32_t n_steps) {
     matmul_place p = {};
-    p.m0 = (a.common.block0 + block_index()) % (uint32_t)a.tiles_m * tile_m;
+    p.m0 = block % (uint32_t)a.tiles_m * tile_m;
     p.w_row = own.slice * a.m + p.m0;
     p.end = n_steps;
     return p;
@@ -4602,17 +4622,18 @@ DEV matmul_place experts_place_of(const rocq_k_matmul_args &a, const experts_til
 // its matrix on. With split_rows, waves 0 and 1 have rows of w, and waves 2 and 3 the same rows of
 // w2: then waves i and i + 2 both read z and z2 of these rows from LDS, and share the columns.
 template <int TM, int TN>
-DEV void experts_finish(const rocq_k_matmul_args &a, const experts_tile &own,
-                        const frag_c (&c)[TM][TN], float *work, bool split_rows, int64_t m0) {
+DEV void experts_finish(const rocq_k_matmul_product &a, const rocq_k_experts_tiles &experts,
+                        const experts_tile &own, const frag_c (&c)[TM][TN], float *work,
+                        bool split_rows, int64_t m0) {
     enum { STRIDE = 16 * TM + 2, PASS = matmul_pass_floats<TM>() };
     static_assert(TM == 2, "a lane finishes one row");
     const int wave = matmul_wave(), step = split_rows ? 2 : 1;
     const float *const z = work + (split_rows ? wave % 2 : wave) * PASS, *const z2 = z + 2 * PASS;
     const int64_t m = m0 + lane_index();
-    const float *const bias = a.epilogue.bias, *const bias2 = a.experts.bias2;
-    const float b = bias && m < a.m ? gload(bias + own.expert * a.experts.bias_stride + m) : 0.0f;
+    const float *const bias = a.epilogue.bias, *const bias2 = experts.bias2;
+    const float b = bias && m < a.m ? gload(bias + own.expert * experts.bias_stride + m) : 0.0f;
     const float b2 =
-        bias2 && m < a.m ? gload(bias2 + own.expert * a.experts.bias2_stride + m) : 0.0f;
+        bias2 && m < a.m ? gload(bias2 + own.expert * experts.bias2_stride + m) : 0.0f;
 #pragma unroll 1
     for (int pass = 0; pass < TN; pass++) {
         block_sync_lds();
@@ -4633,10 +4654,10 @@ DEV void experts_finish(const rocq_k_matmul_args &a, const experts_tile &own,
         for (int column = split_rows ? wave / 2 : 0; column < 16; column += step) {
             if (16 * pass + column >= own.n) break;
             if (m >= a.m) continue;
-            const int pair = experts_pair(a, own, 16 * pass + column);
-            const int token = pair / a.experts.n_slots, slot = pair - token * a.experts.n_slots;
+            const int pair = experts_pair(experts, own, 16 * pass + column);
+            const int token = pair / experts.n_slots, slot = pair - token * experts.n_slots;
             const int at = column * STRIDE + lane_index();
-            const float v = experts_value(a.epilogue.activation, a.experts.limit, a.experts.alpha,
+            const float v = experts_value(a.epilogue.activation, experts.limit, experts.alpha,
                                           split_rows, lget(z + at) + b,
                                           split_rows ? lget(z2 + at) + b2 : 1.0f);
             put_float(a.epilogue.y.format, row_of(a.epilogue.y, slot, token, 0), m, v);
@@ -4811,7 +4832,7 @@ DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n1
 // a block whose tile is empty leaves. With w2 rows 0 to 63 of the tile are of w and 64 to 127 of
 // w2, so that both products of a row meet in the epilogue, which takes z and z2 from the LDS of two
 // waves.
-template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_args &a) {
+template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_args &all) {
     enum {
         BM = ROCQ_K_MATMUL_M, BK = MATMUL_F16_BK, ROW = MATMUL_F16_ROW, CHUNKS = MATMUL_F16_CHUNKS,
         WN = BN >= 64 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16, TN = WN / 16,
@@ -4820,27 +4841,31 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
     LDS(u32x4, tile, (BM + BN) * ROW / 8);
     static_assert(16 * matmul_pass_floats<TM>() <= (int)sizeof(tile), "matmul_finish's work");
     f16 *const wt = (f16 *)tile, *const xt = wt + BM * ROW;
+    const matmul_block block =
+        EXPERTS ? matmul_block{0, all.common.block0 + block_index()} : matmul_block_of(all);
+    const rocq_k_matmul_product &a = all.product[block.product];
+    const rocq_k_experts_tiles &experts = all.experts;
     if (a.tiles_m == 0) return;
     const uint32_t k = (uint32_t)a.k;
-    const bool split_rows = EXPERTS && a.experts.w2 != 0; // rows of w and of w2
+    const bool split_rows = EXPERTS && experts.w2 != 0; // rows of w and of w2
     const int64_t tile_m = split_rows ? BM / 2 : BM;
     matmul_place at;
     experts_tile own = {0, 0, 0, 0, 0};
-    const void *all_w = a.w, *all_w2 = a.experts.w2;
+    const void *all_w = a.w, *all_w2 = experts.w2;
     int64_t w_units = a.w_units;
     if constexpr (EXPERTS) {
-        own = experts_tile_of(a);
+        own = experts_tile_of(experts, block.index / (uint32_t)a.tiles_m);
         if (own.n == 0) return;
         if (own.where != ROCQ_K_EXPERTS_W) {
             const rocq_k_experts_copies &other =
-                own.where == ROCQ_K_EXPERTS_COPIES ? a.experts.copies : a.experts.fetched;
+                own.where == ROCQ_K_EXPERTS_COPIES ? experts.copies : experts.fetched;
             all_w = other.w;
             all_w2 = other.w2;
             w_units = other.n_units;
         }
-        at = experts_place_of(a, own, tile_m, (k + BK - 1) / BK);
+        at = experts_place_of(a, block.index, own, tile_m, (k + BK - 1) / BK);
     } else {
-        at = matmul_place_of(a, BM, BN, (k + BK - 1) / BK);
+        at = matmul_place_of(a, block.index, BM, BN, (k + BK - 1) / BK);
     }
     const int64_t n_columns = EXPERTS ? own.n : a.n;
     const int t = (int)thread_index(), wave = matmul_wave();
@@ -4858,8 +4883,8 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
 #pragma unroll
         for (int i = 0; i < N_X; i++) {
             const uint32_t column = (uint32_t)(row + i * LOAD_ROWS);
-            const int pair = experts_pair(a, own, (int)(column < x_last ? column : x_last));
-            const int64_t from = a.experts.x_slots == 1 ? pair / a.experts.n_slots : pair;
+            const int pair = experts_pair(experts, own, (int)(column < x_last ? column : x_last));
+            const int64_t from = experts.x_slots == 1 ? pair / experts.n_slots : pair;
             pair_x[i] = (const char *)a.x + from * a.x_stride * 2;
         }
     }
@@ -4997,7 +5022,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
         block_sync_lds();
     }
     if constexpr (EXPERTS) {
-        experts_finish<TM, TN>(a, own, c, (float *)tile, split_rows, at.m0 + wm_own);
+        experts_finish<TM, TN>(a, experts, own, c, (float *)tile, split_rows, at.m0 + wm_own);
     } else {
         matmul_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
     }
@@ -5197,7 +5222,8 @@ DEV void lds_store_rows(const float *work, char *to, int64_t stride, int rows, i
 
 // The epilogue of matmul, or the sums of a split of K. Rows of the tile are columns n of y.
 template <int BN>
-DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const matmul_place &at, const float *work) {
+DEV void matmul_lds_finish(const rocq_k_matmul_product &a, const matmul_place &at,
+                           const float *work) {
     const rocq_k_epilogue &e = a.epilogue;
     const bool whole = a.n_splits == 1, bias_wide = (uintptr_t)e.bias % 16 == 0;
     const bool wide = whole ? quads_are_wide(e.y) : (a.m & 3) == 0;
@@ -5267,7 +5293,7 @@ DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const matmul_place &at, 
 }
 // All 64 rows that each of the TM tiles c of a group has, which are BM / TM apart.
 template <int BN, int BM, int TM>
-DEV void matmul_lds_finish(const rocq_k_matmul_args &a, matmul_place at,
+DEV void matmul_lds_finish(const rocq_k_matmul_product &a, matmul_place at,
                            const frag_c (&c)[TM][BN / 16], float *work) {
 #pragma unroll
     for (int i = 0; i < TM; i++) {
@@ -5282,12 +5308,14 @@ DEV void matmul_lds_finish(const rocq_k_matmul_args &a, matmul_place at,
 
 // matmul of F16 weights: rows are columns of x, columns rows of w. K is a multiple of 8.
 template <int BN, int BM, int STAGES, int AHEAD>
-DEV void matmul_lds(const rocq_k_matmul_args &a) {
+DEV void matmul_lds(const rocq_k_matmul_args &all) {
     enum { TM = 2 * BM / ROCQ_K_LDS_THREADS(BM) };
     LDS_GRANTED(u32x4, tile, ROCQ_K_LDS_BYTES(BN, BM, STAGES) / 16);
+    const matmul_block block = matmul_block_of(all);
+    const rocq_k_matmul_product &a = all.product[block.product];
     if (a.tiles_m == 0) return;
     const int32_t k = (int32_t)a.k;
-    const matmul_place at = matmul_place_of(a, BN, BM, ((uint32_t)k + 63) / 64);
+    const matmul_place at = matmul_place_of(a, block.index, BN, BM, ((uint32_t)k + 63) / 64);
     const int64_t rows = a.n - at.n0, cols = a.m - at.m0;
     const lds_operand x = {(const char *)a.x + at.x_column * a.x_stride * 2, a.x_stride * 2,
                            (int32_t)(rows < BM ? rows : BM)};
@@ -5318,7 +5346,7 @@ template <int F, int BN, int BM> struct lds_weights {
     u32x4 vectors[is_plain<F>() ? (int)VECTORS : 1];
 };
 template <int F, int BN, int BM>
-DEV lds_weights<F, BN, BM> lds_weights_of(const rocq_k_matmul_args &a, const matmul_place &at) {
+DEV lds_weights<F, BN, BM> lds_weights_of(const rocq_k_matmul_product &a, const matmul_place &at) {
     lds_weights<F, BN, BM> w;
     w.k = (uint32_t)a.k;
     w.row_units = w.k / 32;
@@ -5385,14 +5413,16 @@ DEV void lds_weights_store(lds_weights<F, BN, BM> &w, uint32_t step, f16 *to) {
 // half of the last step counts as 0. Weights are rounded as by matmul_f16, and sums have another
 // order. On an H200 195 to 365 TFLOPS from 512 columns on.
 template <int F, int BN, int BM, int STAGES, int AHEAD>
-DEV void matmul_lds_decoded(const rocq_k_matmul_args &a) {
+DEV void matmul_lds_decoded(const rocq_k_matmul_args &all) {
     enum { STEP = 64 * (BM + BN) };
     static_assert(AHEAD <= STAGES - 2, "stages are free in time");
     LDS_GRANTED(u32x4, tile, ROCQ_K_LDS_BYTES(BN, BM, STAGES) / 16);
+    const matmul_block block = matmul_block_of(all);
+    const rocq_k_matmul_product &a = all.product[block.product];
     if (a.tiles_m == 0) return;
     f16 *const tiles = (f16 *)tile;
     const uint32_t k = (uint32_t)a.k;
-    const matmul_place at = matmul_place_of(a, BN, BM, (k + 63) / 64);
+    const matmul_place at = matmul_place_of(a, block.index, BN, BM, (k + 63) / 64);
     const int64_t rows = a.n - at.n0;
     const lds_operand x = {(const char *)a.x + at.x_column * a.x_stride * 2, a.x_stride * 2,
                            (int32_t)(rows < BM ? rows : BM)};
@@ -5462,16 +5492,18 @@ DEV u32x4 matmul_few_halves(const u32x4 (&v)[2]) {
     return make4(halves(v[0].x, v[0].y), halves(v[0].z, v[0].w), halves(v[1].x, v[1].y),
                  halves(v[1].z, v[1].w));
 }
-template <int F, int TN, int X> DEV void matmul_few(const rocq_k_matmul_args &a) {
+template <int F, int TN, int X> DEV void matmul_few(const rocq_k_matmul_args &all) {
     enum {
         TM = ROCQ_K_MATMUL_FEW_M / 16, V = FRAG_VECTORS, WAVES = 8, // 36: banks of a lane's columns
         STRIDE = ROCQ_K_MATMUL_FEW_M + 4, COLUMNS = 16 * STRIDE,    // are apart
         X_BYTES = X == ROCQ_F32 ? 4 : 2, PARTS = X_BYTES / 2        // of a vector of x
     };
     LDS(float, sums, WAVES * COLUMNS);
+    const matmul_block block = matmul_block_of(all);
+    const rocq_k_matmul_product &a = all.product[block.product];
     if (a.tiles_m == 0) return;
     const uint32_t k = (uint32_t)a.k;
-    const matmul_place at = matmul_place_of(a, 16 * TM, 16 * TN, (k + 63) / 64);
+    const matmul_place at = matmul_place_of(a, block.index, 16 * TM, 16 * TN, (k + 63) / 64);
     const int wave = matmul_wave();
     // Rows and columns past the last repeat it.
     const char *const w = (const char *)a.w + at.w_row * k * 2;
@@ -5590,9 +5622,10 @@ ROCQ_X(, bf16)
 // are rounded as by matmul_f16. A thread has a unit. A wave stores its 2 KB in order by way of LDS,
 // where vector j of unit t is at j ^ t / 2 % 4: eight lanes that write vector j of their units, or
 // read the eight vectors of two units, touch all banks. Empty where matmul_lds is.
-template <int F> DEV void matmul_put_halves(const rocq_k_matmul_args &a, u32x4 *work) {
+template <int F> DEV void matmul_put_halves(const rocq_k_matmul_args &all, u32x4 *work) {
+    const rocq_k_matmul_product &a = all.product[0];
     const int lane = lane_index(), wave = matmul_wave();
-    const int64_t block = (int64_t)(a.common.block0 + block_index()) * 256;
+    const int64_t block = (int64_t)(all.common.block0 + block_index()) * 256;
     const int64_t left = a.w_units - block - 32 * wave;
     if (left <= 0) return;
     const int there = left < 32 ? (int)left : 32; // units of the wave
@@ -5613,7 +5646,7 @@ template <int F> DEV void matmul_put_halves(const rocq_k_matmul_args &a, u32x4 *
 KERNEL(matmul_halves, rocq_k_matmul_args, 256) {
     if constexpr (WMMA_TILES) {
         LDS(u32x4, work, 4 * 256);
-        switch (a.format) {
+        switch (a.product[0].format) {
 #define ROCQ_X(X, f) case ROCQ_K_ID_##f: matmul_put_halves<ROCQ_K_ID_##f>(a, work); break;
             ROCQ_K_READ_FORMATS(ROCQ_X, )
 #undef ROCQ_X
@@ -5715,7 +5748,7 @@ DEV void matmul_int8_store_x(const matmul_int8_lds &lds, const raw<ROCQ_Q8_0> &f
     }
 }
 
-template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
+template <int F> DEV void matmul_int8(const rocq_k_matmul_args &all) {
     typedef matmul_int8_shape<F> S;
     enum { BM = S::BM, BN = S::BN, ROW = S::ROW, TM = S::TM, TN = S::TN };
     enum { GROUPS = S::GROUPS, GROUP = S::GROUP };
@@ -5726,9 +5759,11 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     float *const ws = (float *)tile + S::CODES / 4, *const xs = ws + S::XS;
     float *const wmin = ws + S::WMIN, *const xsum = ws + S::XSUM;
     const matmul_int8_lds lds = {wt, xt, ws, xs, wmin, xsum};
+    const matmul_block block = matmul_block_of(all);
+    const rocq_k_matmul_product &a = all.product[block.product];
     if (a.tiles_m == 0) return;
     const uint32_t row_units = (uint32_t)(a.k / 32);
-    const matmul_place at = matmul_place_of(a, BM, BN, (row_units + 1) / 2);
+    const matmul_place at = matmul_place_of(a, block.index, BM, BN, (row_units + 1) / 2);
     const int t = (int)thread_index(), wave = matmul_wave();
     const int wm = wave % (BM / S::WM) * S::WM, wn = wave / (BM / S::WM) * S::WN;
     const uint32_t w_last = (uint32_t)(a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
@@ -5823,7 +5858,7 @@ ROCQ_K_INT8_FORMATS(ROCQ_X, )
 // Half h of a step of 32 elements of row row0 + r of w, as it is in memory. Of a block format it is
 // the whole unit.
 template <int F>
-DEV void matmul_load_half(const rocq_k_matmul_args &a, int64_t row0, uint32_t r, uint32_t step,
+DEV void matmul_load_half(const rocq_k_matmul_product &a, int64_t row0, uint32_t r, uint32_t step,
                           int h, u32x4 (&to)[4]) {
     const uint32_t k = (uint32_t)a.k;
     if constexpr (is_plain<F>()) {
@@ -5897,7 +5932,7 @@ DEV void matmul_multiply_f32(float (&c)[8][8], const float *w, const float *x, i
 enum { MATMUL_F32_STRIDE = ROCQ_K_MATMUL_M + 4 }; // of LDS, in floats
 
 // Stores a thread's sums, by way of LDS, in which each pass has 16 columns of the tile.
-DEV void matmul_f32_finish(const rocq_k_matmul_args &a, const matmul_place &at,
+DEV void matmul_f32_finish(const rocq_k_matmul_product &a, const matmul_place &at,
                            const float (&c)[8][8], float *work, int tm, int tn) {
     enum { STRIDE = MATMUL_F32_STRIDE };
     const int wave = matmul_wave();
@@ -5930,15 +5965,18 @@ DEV void matmul_f32_finish(const rocq_k_matmul_args &a, const matmul_place &at,
 // there, so that a thread reads 4 rows or 4 columns at once: 4 reads of 16 bytes for 64
 // multiply-adds, which gfx11 issues in pairs, or 3 for 32 where a tile has at most 64 columns. The
 // format is a uniform branch in each step.
-KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
+DEV void matmul_f32(const rocq_k_matmul_args &all) {
     enum {
         BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_F32_N, BK = 32, STRIDE = MATMUL_F32_STRIDE
     };
     static_assert(BM == BN, "rows and columns are shared out alike");
     LDS(float, wt, BK * STRIDE);
     LDS(float, xt, BK * STRIDE);
+    const matmul_block block = matmul_block_of(all);
+    const rocq_k_matmul_product &a = all.product[block.product];
     if (a.tiles_m == 0) return;
-    const matmul_place at = matmul_place_of(a, BM, BN, (uint32_t)((a.k + BK - 1) / BK));
+    const uint32_t n_steps = (uint32_t)((a.k + BK - 1) / BK);
+    const matmul_place at = matmul_place_of(a, block.index, BM, BN, n_steps);
     const int t = (int)thread_index(), wave = matmul_wave(), lane = lane_index();
     const int tm = wave % 2 * 8 + lane % 8, tn = wave / 2 * 4 + lane / 8, half = wave / 4;
     const int64_t w_last = (a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
@@ -5949,7 +5987,8 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
         (const float *)a.x + (at.x_column + (row < x_last ? row : x_last)) * a.x_stride;
     u32x4 wr[4], xr[4];
     const auto load = [&](uint32_t step) {
-        const rocq_k_matmul_args &now = reread(a); // held, they take too many scalar registers
+        // Held, they take too many scalar registers.
+        const rocq_k_matmul_product &now = reread(all).product[block.product];
         switch (shared_format(now.format)) {
 #define ROCQ_X(X, f) \
         case ROCQ_K_ID_##f: \
@@ -6003,6 +6042,7 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
     }
     matmul_f32_finish(a, at, c, wt, tm, tn);
 }
+KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) { matmul_f32(a); }
 
 // ---------------------------------------------------------------------------------------------
 // >>attention
@@ -12602,7 +12642,7 @@ DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, floa
         const uint32_t r = own < (uint32_t)a.n_r ? own : (uint32_t)a.n_r - 1;
         const uint32_t first = (uint32_t)at.k0 / 32 + (uint32_t)t / 2 % 4;
         const uint32_t unit = first < row_units ? first : row_units - 1;
-        rocq_k_matmul_args w = {};
+        rocq_k_matmul_product w = {};
         w.k = a.n_k;
         w.w = a.b;
         w.w_units = a.b_units;

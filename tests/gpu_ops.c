@@ -558,6 +558,89 @@ static void test_matmul_chain(void **state) {
     random_state = random_kept;
 }
 
+// More columns than a matvec takes: products of one format share a launch of tiles, and with K in
+// splits that of matmul_merge. One format after another, each of the kernels, with one to four
+// products, of which some have no whole tile, and each with its own part of the epilogue. Weights
+// that are decoded to F16 first (NVFP4) have launches of their own, as other formats and batches.
+static void test_matmul_tiles_shared(void **state) {
+    (void)state;
+    static const struct { rocq_format w; rocq_precision path; int64_t n, k; int units; bool lds; }
+    cases[] = {{ROCQ_Q4_0, ROCQ_PRECISION_F16, 35, 160, 1, false},
+               {ROCQ_Q4_0, ROCQ_PRECISION_F16, 130, 1056, 256, false},
+               {ROCQ_F16, ROCQ_PRECISION_F16, 35, 136, 1, false},
+               {ROCQ_Q4_0, ROCQ_PRECISION_INT8, 35, 160, 1, false},
+               {ROCQ_Q4_0, ROCQ_PRECISION_INT8, 9, 1056, 256, false},
+               {ROCQ_Q4_0, ROCQ_PRECISION_F32, 9, 160, 1, false},
+               {ROCQ_Q4_0, ROCQ_PRECISION_F32, 35, 160, 256, false},
+               {ROCQ_Q4_0, ROCQ_PRECISION_F16, 35, 160, 1, true},
+               {ROCQ_Q4_0, ROCQ_PRECISION_F16, 29, 1056, 132, true},
+               {ROCQ_F16, ROCQ_PRECISION_F16, 35, 520, 132, true},
+               {ROCQ_F16, ROCQ_PRECISION_F16, 12, 136, 1, true},
+               {ROCQ_NVFP4, ROCQ_PRECISION_F16, 260, 352, 1, true}};
+    static const int64_t rows[] = {130, 33, 70, 16};
+    const uint64_t state_before = random_state; // for the tests behind this one
+    const bool first = gpu->gpu->chip.lds_tiles;
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    rocq_info info;
+    rocq_get_info(gpu, &info);
+    random_state = 41;
+    for (int c = 0; c < 12; c++) {
+        if (cases[c].lds && !first && !strstr(info.device, "simt")) continue;
+        const int64_t k = cases[c].k / block_elems(cases[c].w) * block_elems(cases[c].w);
+        const int64_t n = cases[c].n;
+        const int n_products = c % 3 + 2;
+        box w[4], y[4], bias[4], residual[4], x = box_random(BOX_PLAIN, ROCQ_F32, 1, k, n, 1, 1);
+        rocq_matmul_params p[4], host[4];
+        box *out[4];
+        int64_t before[ROCQ_K_COUNT], launches = 0, merges, halves;
+        memset(p, 0, sizeof p);
+        for (int i = 0; i < n_products; i++) {
+            w[i] = box_make(BOX_PLAIN, cases[c].w, k, rows[i], 1, 1);
+            y[i] = box_make((box_layout)((c + i) % 3), ROCQ_F32, rows[i], n, 1, 1);
+            bias[i] = box_random(BOX_PLAIN, ROCQ_F32, 1, rows[i], 1, 1, 1);
+            residual[i] = box_random(BOX_PLAIN, ROCQ_F32, 1, rows[i], n, 1, 1);
+            random_weights(&w[i]);
+            out[i] = &y[i];
+            p[i].y = &y[i].t;
+            p[i].w = &w[i].t;
+            p[i].x = &x.t;
+            p[i].precision = cases[c].path;
+            if ((c + i) % 3 == 0) p[i].bias = &bias[i].t;
+            if ((c + i) % 4 == 1) p[i].residual = &residual[i].t;
+            if ((c + i) % 5 == 2) p[i].activation = ROCQ_ACT_RELU;
+            p[i].next = i + 1 < n_products ? &p[i + 1] : NULL;
+            on_gpu_as(&w[i], block_elems(cases[c].w) > 1);
+        }
+        memcpy(host, p, sizeof p);
+        for (int i = 0; i < n_products; i++) {
+            host[i].precision = ROCQ_PRECISION_F32;
+            host[i].next = i + 1 < n_products ? &host[i + 1] : NULL;
+        }
+        gpu->gpu->chip.lds_tiles = cases[c].lds;
+        gpu->gpu->chip.n_units = cases[c].units;
+        memcpy(before, gpu->gpu->launches, sizeof before);
+        compare_as(ROCQ_OP_MATMUL, &host[0], &p[0], out, n_products, 0, say("shared %d", c));
+        for (int i = 0; i < ROCQ_K_COUNT; i++) {
+            if (strncmp(rocq__kernels[i].name, "rocq_k_matmul", 13) == 0) {
+                launches += gpu->gpu->launches[i] - before[i];
+            }
+        }
+        merges = gpu->gpu->launches[ROCQ_K_matmul_merge] - before[ROCQ_K_matmul_merge];
+        halves = gpu->gpu->launches[ROCQ_K_matmul_halves] - before[ROCQ_K_matmul_halves];
+        assert_int_equal(merges, cases[c].units > 1);
+        assert_int_equal(halves > 0, cases[c].w == ROCQ_NVFP4);
+        assert_int_equal(launches - merges - halves, halves ? n_products : 1);
+        for (int i = 0; i < n_products; i++) {
+            boxes_free(&w[i], &y[i]);
+            boxes_free(&bias[i], &residual[i]);
+        }
+        boxes_free(&x);
+        gpu->gpu->chip.lds_tiles = first;
+        gpu->gpu->chip.n_units = n_units;
+    }
+    random_state = state_before;
+}
+
 // -- attention --
 
 typedef struct attend {
@@ -4180,6 +4263,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_matmul_splits),
         cmocka_unit_test(test_matmul_layouts),  cmocka_unit_test(test_matmul_epilogue),
         cmocka_unit_test(test_matmul_adapters), cmocka_unit_test(test_matmul_chain),
+        cmocka_unit_test(test_matmul_tiles_shared),
         cmocka_unit_test(test_attention_heads),
         cmocka_unit_test(test_attention_formats), cmocka_unit_test(test_attention_options),
         cmocka_unit_test(test_attention_wide),  cmocka_unit_test(test_attention_lds),
