@@ -3211,12 +3211,12 @@ typedef struct rocq_k_experts_tiles {
     float limit, alpha;
 } rocq_k_experts_tiles;
 
-// y = epilogue(w x) over tiles: up to ROCQ_K_PRODUCTS products of the same x, format and tile, whose
-// blocks follow each other. In a product's own blocks blockIdx.x counts tiles (see matmul_place),
-// then splits of K; blockIdx.z counts batches, and with several products there is one. With n_splits
-// over 1 the sums go to work, floats [M, n_splits, N of all batches], and matmul_merge follows, with
-// tiles_m and tiles_n of ROCQ_K_MERGE_M rows by ROCQ_K_MERGE_N columns. matmul_halves writes all of
-// w to work in F16, 256 units a block.
+// y = epilogue(w x) over tiles: up to ROCQ_K_PRODUCTS products of the same x, kind of format and
+// tile, whose blocks follow each other. In a product's own blocks blockIdx.x counts tiles (see
+// matmul_place), then splits of K; blockIdx.z counts batches, and with several products there is
+// one. With n_splits over 1 the sums go to work, floats [M, n_splits, N of all batches], and
+// matmul_merge follows, with tiles_m and tiles_n of ROCQ_K_MERGE_M rows by ROCQ_K_MERGE_N columns.
+// matmul_halves writes all of w to work in F16, 256 units a block.
 typedef struct rocq_k_matmul_product {
     float *work;
     const void *w;         // planar, or plain for F32 F16 BF16: all of w's batches
@@ -20791,16 +20791,23 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
 
 // How many products from first on share a launch: as many as fit, all of one path. They have one
 // format, or all have formats that are only read; with INT8 and one column all other formats may be
-// mixed. Tiles are shared where there are no batches. Sharing is safe, since no product of a chain
-// reads what another one writes.
+// mixed. Tiles share a launch where there are no batches, and while the chip has a unit for each
+// 128 by 128 of y. With more, products by themselves fill it better, since each has its own splits
+// of K (7B, 512 tokens, H100: 23.6 ms, and 24.7 with q, k and v in one). Sharing is safe, since no
+// product of a chain reads what another one writes.
 static int32_t rocq__product_run(const rocq_ctx *ctx, const rocq_matmul_params *first) {
     const rocq_precision path = rocq__product_path(ctx, first, first->w);
     const int kernel = rocq__k_format(first->w->format), read = rocq__k_format(ROCQ_NVFP4);
     const bool any_format =
         path == ROCQ_PRECISION_INT8 && first->x->ne[1] == 1 && kernel != read;
+    const bool few = rocq__is_few(first->x, path);
+    const double columns = ceil((double)first->x->ne[1] / 128.0);
+    double tiles = ceil((double)first->w->ne[1] / 128.0) * columns;
     int32_t n = 1;
-    if (!rocq__is_few(first->x, path) && first->x->ne[2] * first->x->ne[3] > 1) return 1;
+    if (!few && first->x->ne[2] * first->x->ne[3] > 1) return 1;
     for (const rocq_matmul_params *p = first->next; p && n < ROCQ_K_PRODUCTS; p = p->next, n++) {
+        tiles += ceil((double)p->w->ne[1] / 128.0) * columns;
+        if (!few && tiles > (double)rocq__chip_of(ctx)->n_units) return n;
         if (rocq__product_path(ctx, p, p->w) != path) return n;
         const int own = rocq__k_format(p->w->format);
         if (own != kernel && (!any_format || own == read)) return n;

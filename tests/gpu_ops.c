@@ -558,25 +558,43 @@ static void test_matmul_chain(void **state) {
     random_state = random_kept;
 }
 
+// How many splits of K the tiles of a product have.
+static int32_t tile_splits(rocq_format w, rocq_precision path, int64_t m, int64_t n, int64_t k) {
+    const rocq__site site = {.kind = ROCQ__KIND_TILES, .format = (int32_t)w, .m = (int32_t)m,
+                             .n = (int32_t)n, .k = (int32_t)k, .batch = 1};
+    const rocq_tensor weights = {.format = w, .n_dims = 2, .ne = {k, m, 1, 1}};
+    bool halves = false;
+    if (path == ROCQ_PRECISION_F16 && rocq__takes_few(&gpu->gpu->chip, &site, ROCQ_F32)) return 1;
+    return path == ROCQ_PRECISION_F16 && rocq__takes_lds(&gpu->gpu->chip, &site)
+               ? rocq__tiles_lds(&gpu->gpu->chip, &weights, &site, &halves).n_splits
+               : rocq__tiles_plain(gpu, path, w, &site).n_splits;
+}
+
 // More columns than a matvec takes: products of one format share a launch of tiles, and with K in
-// splits that of matmul_merge. One format after another, each of the kernels, with one to four
-// products, of which some have no whole tile, and each with its own part of the epilogue. Weights
-// that are decoded to F16 first (NVFP4) have launches of their own, as other formats and batches.
+// splits that of matmul_merge. All kinds of kernels, with two to four products, of which some have
+// no whole tile, and each with its own part of the epilogue. On a chip of few units, those share one
+// that do not have more tiles than units; and weights that are decoded to F16 first (NVFP4) have
+// launches of their own.
 static void test_matmul_tiles_shared(void **state) {
     (void)state;
-    static const struct { rocq_format w; rocq_precision path; int64_t n, k; int units; bool lds; }
-    cases[] = {{ROCQ_Q4_0, ROCQ_PRECISION_F16, 35, 160, 1, false},
-               {ROCQ_Q4_0, ROCQ_PRECISION_F16, 130, 1056, 256, false},
-               {ROCQ_F16, ROCQ_PRECISION_F16, 35, 136, 1, false},
-               {ROCQ_Q4_0, ROCQ_PRECISION_INT8, 35, 160, 1, false},
-               {ROCQ_Q4_0, ROCQ_PRECISION_INT8, 9, 1056, 256, false},
-               {ROCQ_Q4_0, ROCQ_PRECISION_F32, 9, 160, 1, false},
-               {ROCQ_Q4_0, ROCQ_PRECISION_F32, 35, 160, 256, false},
-               {ROCQ_Q4_0, ROCQ_PRECISION_F16, 35, 160, 1, true},
-               {ROCQ_Q4_0, ROCQ_PRECISION_F16, 29, 1056, 132, true},
-               {ROCQ_F16, ROCQ_PRECISION_F16, 35, 520, 132, true},
-               {ROCQ_F16, ROCQ_PRECISION_F16, 12, 136, 1, true},
-               {ROCQ_NVFP4, ROCQ_PRECISION_F16, 260, 352, 1, true}};
+    static const struct {
+        rocq_format w;
+        rocq_precision path;
+        int64_t n, k;
+        int units, launches; // without merges
+        bool lds, splits;
+    } cases[] = {{ROCQ_Q4_0, ROCQ_PRECISION_F16, 35, 160, 6, 1, false, false},
+                 {ROCQ_Q4_0, ROCQ_PRECISION_F16, 130, 1056, 256, 1, false, true},
+                 {ROCQ_F16, ROCQ_PRECISION_F16, 35, 136, 6, 1, false, false},
+                 {ROCQ_Q4_0, ROCQ_PRECISION_INT8, 70, 160, 2, 2, false, false},
+                 {ROCQ_Q4_0, ROCQ_PRECISION_INT8, 9, 1056, 256, 1, false, true},
+                 {ROCQ_Q4_0, ROCQ_PRECISION_F32, 9, 32, 6, 1, false, false},
+                 {ROCQ_Q4_0, ROCQ_PRECISION_F32, 35, 160, 256, 1, false, true},
+                 {ROCQ_Q4_0, ROCQ_PRECISION_F16, 35, 160, 6, 1, true, false},
+                 {ROCQ_Q4_0, ROCQ_PRECISION_F16, 29, 1056, 132, 1, true, true},
+                 {ROCQ_F16, ROCQ_PRECISION_F16, 35, 520, 132, 1, true, true},
+                 {ROCQ_F16, ROCQ_PRECISION_F16, 12, 136, 6, 1, true, false},
+                 {ROCQ_NVFP4, ROCQ_PRECISION_F16, 100, 352, 6, 8, true, false}};
     static const int64_t rows[] = {130, 33, 70, 16};
     const uint64_t state_before = random_state; // for the tests behind this one
     const bool first = gpu->gpu->chip.lds_tiles;
@@ -592,7 +610,7 @@ static void test_matmul_tiles_shared(void **state) {
         box w[4], y[4], bias[4], residual[4], x = box_random(BOX_PLAIN, ROCQ_F32, 1, k, n, 1, 1);
         rocq_matmul_params p[4], host[4];
         box *out[4];
-        int64_t before[ROCQ_K_COUNT], launches = 0, merges, halves;
+        int64_t before[ROCQ_K_COUNT], launches = 0, all_rows = 0;
         memset(p, 0, sizeof p);
         for (int i = 0; i < n_products; i++) {
             w[i] = box_make(BOX_PLAIN, cases[c].w, k, rows[i], 1, 1);
@@ -600,6 +618,7 @@ static void test_matmul_tiles_shared(void **state) {
             bias[i] = box_random(BOX_PLAIN, ROCQ_F32, 1, rows[i], 1, 1, 1);
             residual[i] = box_random(BOX_PLAIN, ROCQ_F32, 1, rows[i], n, 1, 1);
             random_weights(&w[i]);
+            all_rows += rows[i];
             out[i] = &y[i];
             p[i].y = &y[i].t;
             p[i].w = &w[i].t;
@@ -625,11 +644,9 @@ static void test_matmul_tiles_shared(void **state) {
                 launches += gpu->gpu->launches[i] - before[i];
             }
         }
-        merges = gpu->gpu->launches[ROCQ_K_matmul_merge] - before[ROCQ_K_matmul_merge];
-        halves = gpu->gpu->launches[ROCQ_K_matmul_halves] - before[ROCQ_K_matmul_halves];
-        assert_int_equal(merges, cases[c].units > 1);
-        assert_int_equal(halves > 0, cases[c].w == ROCQ_NVFP4);
-        assert_int_equal(launches - merges - halves, halves ? n_products : 1);
+        const int32_t n_splits = tile_splits(cases[c].w, cases[c].path, all_rows, n, k);
+        assert_int_equal(n_splits > 1, cases[c].splits);
+        assert_int_equal(launches, cases[c].launches + cases[c].splits);
         for (int i = 0; i < n_products; i++) {
             boxes_free(&w[i], &y[i]);
             boxes_free(&bias[i], &residual[i]);
