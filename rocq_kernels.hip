@@ -10427,6 +10427,7 @@ template <bool WHOLE>
 DEV void delta_step_block(const rocq_k_delta_net_args &a, uint32_t head, int own,
                           const int32_t *slot, delta_rows rows) {
     const int column = WHOLE || own < a.v.ne[0] ? own : 0, n = a.v.ne[2];
+    launch_begin();
     int32_t from = gload(slot), to = gload(slot + 1);
     const float factor = gload(a.a + head), shift = gload(a.dt + head);
     const float scale = 1.0f / sqrtf((float)(WHOLE ? ROCQ_DELTA_NET_KEYS : a.k.ne[0]));
@@ -10463,7 +10464,7 @@ DEV void delta_step_block(const rocq_k_delta_net_args &a, uint32_t head, int own
     }
 }
 
-KERNEL(delta_step, rocq_k_delta_net_args, 256) {
+KERNEL_AHEAD(delta_step, rocq_k_delta_net_args, 256, 2) {
     if (a.y.ne[0] == 0) return;
     const uint32_t b = a.common.block0 + block_index(), both = b / a.slices;
     const uint32_t head = both % (uint32_t)a.v.ne[1], seq = both / (uint32_t)a.v.ne[1];
