@@ -3138,6 +3138,8 @@ typedef struct rocq_k_delta_net_args {
     const int32_t *slot; // of sequence i: slot[i slot_stride], and the next
     int64_t slot_stride;
     uint32_t slices;     // blocks of a head, of 32 columns each
+    int32_t whole;       // K is 128, all slices have 32 columns, rows of state, k and q are aligned
+                         // to 16 bytes
     float eps;
 } rocq_k_delta_net_args;
 
@@ -22157,6 +22159,8 @@ static void rocq__job_delta_net(rocq__job *job, const void *params) {
     args.slot = (const int32_t *)rocq__device_data(p->slot);
     args.slot_stride = p->slot->stride[1];
     args.slices = (uint32_t)((p->v->ne[0] + 31) / 32);
+    args.whole = p->k->ne[0] == ROCQ_DELTA_NET_KEYS && p->v->ne[0] % 32 == 0 &&
+        rocq__k_wide(p->state) && rocq__k_wide(p->k) && rocq__k_wide(p->q);
     args.eps = p->eps;
     rocq__job_row(job, p->v->ne[0]);
     const bool step = p->v->ne[2] < ROCQ__DELTA_LONG;

@@ -10301,27 +10301,29 @@ DEV float delta_sums(float &x, float &y, const float z[2]) {
 }
 
 // A lane's share of a column of the state in a slot: of 8 lanes, it has every 8th quad. Slot -1 and
-// columns past the last one are zeros.
-DEV void delta_get_state(const rocq_k_delta_net_args &a, int head, int slot, int column,
+// columns past the last one are zeros. WHOLE: a.whole.
+template <bool WHOLE = false>
+DEV void delta_get_state(const rocq_k_delta_net_args &a, uint32_t head, int slot, int column,
                          float (&s)[16]) {
     const int lane = (int)thread_index() & 7;
-    const bool there = slot >= 0 && column < a.v.ne[0];
+    const bool there = slot >= 0 && (WHOLE || column < a.v.ne[0]);
     const char *const row = row_of(a.state, there ? column : 0, head, there ? slot : 0);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int at = 4 * (lane + 8 * i), count = there ? quad_count(a.k.ne[0], at) : 0;
-        get4(ROCQ_F32, row, is_wide(a.state), at, count, s + 4 * i);
+        const int at = 4 * (lane + 8 * i), most = WHOLE ? 4 : quad_count(a.k.ne[0], at);
+        get4(ROCQ_F32, row, WHOLE || is_wide(a.state), at, there ? most : 0, s + 4 * i);
     }
 }
-DEV void delta_put_state(const rocq_k_delta_net_args &a, int head, int slot, int column,
+template <bool WHOLE = false>
+DEV void delta_put_state(const rocq_k_delta_net_args &a, uint32_t head, int slot, int column,
                          const float (&s)[16]) {
     const int lane = (int)thread_index() & 7;
-    const bool there = column < a.v.ne[0];
+    const bool there = WHOLE || column < a.v.ne[0];
     char *const row = row_of(a.state, there ? column : 0, head, slot);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int at = 4 * (lane + 8 * i), count = there ? quad_count(a.k.ne[0], at) : 0;
-        put_floats(ROCQ_F32, is_wide(a.state), row, at, count, s + 4 * i);
+        const int at = 4 * (lane + 8 * i), most = WHOLE ? 4 : quad_count(a.k.ne[0], at);
+        put_floats(ROCQ_F32, WHOLE || is_wide(a.state), row, at, there ? most : 0, s + 4 * i);
     }
 }
 
@@ -10406,67 +10408,111 @@ struct delta_token {
     float v, alpha, beta;
 };
 
-DEV void delta_load_token(const rocq_k_delta_net_args &a, int head, int t, int seq, int column,
-                          delta_token *to) {
-    const int group = head % a.k.ne[1];
-    const bool k_wide = is_wide(a.k), q_wide = is_wide(a.q);
-    const char *const k = row_of(a.k, group, t, seq), *const q = row_of(a.q, group, t, seq);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int at = 4 * ((thread_index() & 7) + 8 * i), count = quad_count(a.k.ne[0], at);
-        to->k[i] = load4(ROCQ_F32, k, k_wide, at, count);
-        to->q[i] = load4(ROCQ_F32, q, q_wide, at, count);
-    }
-    to->v = gload((const float *)row_of(a.v, head, t, seq) + column);
-    to->alpha = gload((const float *)row_of(a.alpha, t, seq, 0) + head);
-    to->beta = gload((const float *)row_of(a.beta, t, seq, 0) + head);
+struct delta_rows { // of a token; v, y, alpha and beta from the head's first element on
+    const char *k, *q, *v, *alpha, *beta;
+    char *y;
+};
+
+DEV delta_rows delta_rows_of(const rocq_k_delta_net_args &a, uint32_t head, uint32_t seq) {
+    const uint32_t group = head % (uint32_t)a.k.ne[1];
+    delta_rows r;
+    r.k = row_of(a.k, group, 0, seq);
+    r.q = row_of(a.q, group, 0, seq);
+    r.v = row_of(a.v, head, 0, seq);
+    r.alpha = row_of(a.alpha, 0, seq, 0) + 4 * head;
+    r.beta = row_of(a.beta, 0, seq, 0) + 4 * head;
+    r.y = row_of(a.y, head, 0, seq);
+    return r;
+}
+DEV void delta_rows_next(const rocq_k_delta_net_args &a, delta_rows &r) {
+    r.k += a.k.stride[1];
+    r.q += a.q.stride[1];
+    r.v += a.v.stride[1];
+    r.alpha += a.alpha.stride[0];
+    r.beta += a.beta.stride[0];
+    r.y += a.y.stride[1];
 }
 
-// What delta_direction gives of a row of which 8 lanes have four quads each, added in its order.
-DEV void delta_direction_of_8(const u32x4 loaded[4], float eps, float factor, float x[16]) {
+template <bool WHOLE>
+DEV void delta_load_token(const rocq_k_delta_net_args &a, const delta_rows &r, int column,
+                          delta_token *to) {
+    const bool k_wide = WHOLE || is_wide(a.k), q_wide = WHOLE || is_wide(a.q);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int at = 4 * (int)((thread_index() & 7) + 8 * i);
+        const int count = WHOLE ? 4 : quad_count(a.k.ne[0], at);
+        to->k[i] = load4(ROCQ_F32, r.k, k_wide, at, count);
+        to->q[i] = load4(ROCQ_F32, r.q, q_wide, at, count);
+    }
+    to->v = gload((const float *)r.v + column);
+    to->alpha = gload((const float *)r.alpha);
+    to->beta = gload((const float *)r.beta);
+}
+
+// |x|^2 of a row of which 8 lanes have four quads each, added in the order of delta_direction.
+DEV float delta_square_of_8(const u32x4 loaded[4], float x[16]) {
     float sum[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         floats4(ROCQ_F32, loaded[i], x + 4 * i);
         sum[i] = sum_of_8(delta_square(x + 4 * i));
     }
-    const float by = factor / sqrtf((sum[0] + sum[1]) + (sum[2] + sum[3]) + eps);
-#pragma unroll
-    for (int i = 0; i < 16; i++) x[i] *= by;
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-KERNEL(delta_step, rocq_k_delta_net_args, 256) {
-    if (a.y.ne[0] == 0) return;
-    const uint32_t b = a.common.block0 + block_index(), both = b / a.slices;
-    const int head = (int)(both % (uint32_t)a.v.ne[1]), seq = (int)(both / (uint32_t)a.v.ne[1]);
-    const int own = 32 * (int)(b - both * a.slices) + (int)(thread_index() >> 3);
-    const bool live = own < a.v.ne[0];
-    const int column = live ? own : 0, n = a.v.ne[2], lane = (int)(thread_index() & 7);
-    const int32_t *const slot = a.slot + seq * a.slot_stride;
-    const int from = gload(slot), to = gload(slot + 1);
-    if (from < -1 || from >= a.state.ne[3] || to < 0 || to >= a.state.ne[3]) {
-        if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
-        return;
-    }
-    const float scale = 1.0f / sqrtf((float)a.k.ne[0]);
+// All that a block reads is requested before it waits for any of it, but for the state, whose place
+// the slot says. WHOLE: see rocq_k_delta_net_args; there are no branches then at loads and stores,
+// which take longer than these.
+template <bool WHOLE>
+DEV void delta_step_block(const rocq_k_delta_net_args &a, uint32_t head, int own,
+                          const int32_t *slot, delta_rows rows) {
+    const int column = WHOLE || own < a.v.ne[0] ? own : 0, n = a.v.ne[2];
+    launch_begin();
+    int32_t from = gload(slot), to = gload(slot + 1);
     const float factor = gload(a.a + head), shift = gload(a.dt + head);
+    const float scale = 1.0f / sqrtf((float)(WHOLE ? ROCQ_DELTA_NET_KEYS : a.k.ne[0]));
     float s[16];
-    delta_get_state(a, head, from, own, s);
-    for (int t = 0; t < n; t++) {
+    for (int t = 0;; t++) {
         delta_token now;
         float k[16], q[16];
-        delta_load_token(a, head, t, seq, column, &now);
+        delta_load_token<WHOLE>(a, rows, column, &now);
+        if (t == 0) {
+            if (from < -1 || from >= a.state.ne[3] || to < 0 || to >= a.state.ne[3]) {
+                if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
+                from = to = -1;
+            }
+            delta_get_state<WHOLE>(a, head, from, own, s);
+        }
         const float decay = delta_decay(now.alpha + shift, factor);
-        delta_direction_of_8(now.k, a.eps, 1.0f, k);
-        delta_direction_of_8(now.q, a.eps, scale, q);
+        const float k_square = delta_square_of_8(now.k, k), q_square = delta_square_of_8(now.q, q);
+        const float k_by = 1.0f / sqrtf(k_square + a.eps), q_by = scale / sqrtf(q_square + a.eps);
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            k[i] *= k_by;
+            q[i] *= q_by;
+        }
         const float by = activation(ROCQ_ACT_SIGMOID, now.beta) *
                          fmaf(-decay, sum_of_8(delta_dot(s, k)), now.v);
 #pragma unroll
         for (int i = 0; i < 16; i++) s[i] = fmaf(by, k[i], decay * s[i]);
-        const float y = sum_of_8(delta_dot(s, q));
-        if (live && lane == 0) gstore((float *)row_of(a.y, head, t, seq) + column, y);
+        const bool last = t + 1 == n;
+        if (last && to >= 0) delta_put_state<WHOLE>(a, head, to, own, s);
+        const float y = sum_of_8(delta_dot(s, q)); // while the state is on its way
+        if (to >= 0 && column == own && (thread_index() & 7) == 0) gstore((float *)rows.y + own, y);
+        if (last) return;
+        delta_rows_next(a, rows);
     }
-    delta_put_state(a, head, to, own, s);
+}
+
+KERNEL_AHEAD(delta_step, rocq_k_delta_net_args, 256, 2) {
+    if (a.y.ne[0] == 0) return;
+    const uint32_t b = a.common.block0 + block_index(), both = b / a.slices;
+    const uint32_t head = both % (uint32_t)a.v.ne[1], seq = both / (uint32_t)a.v.ne[1];
+    const int own = 32 * (int)(b - both * a.slices) + (int)(thread_index() >> 3);
+    const delta_rows rows = delta_rows_of(a, head, seq);
+    const int32_t *const slot = a.slot + seq * a.slot_stride;
+    if (a.whole) delta_step_block<true>(a, head, own, slot, rows);
+    else delta_step_block<false>(a, head, own, slot, rows);
 }
 
 // -- ranges --

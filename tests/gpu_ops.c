@@ -3884,19 +3884,19 @@ static void test_delta_net(void **state) {
     random_state = state_before;
 }
 
-// A text has the same bits at once and in calls of 2, 1 and 18 tokens: of both kernels in turn.
-static void test_delta_net_in_pieces(void **state) {
-    (void)state;
-    enum { K = 100, V = 40, HEADS = 2, N = 21, WHOLE = K * V * HEADS };
+// A text has the same bits at once and in calls of 2, 1 and 18 tokens: of both kernels in turn, and
+// of the code of delta_step for whole slices.
+static void delta_net_in_pieces(int32_t K, int32_t V) {
+    enum { HEADS = 2, N = 21, MOST = 128 * 64 * HEADS };
     static const int32_t cuts[2][4] = {{0, N, N, N}, {0, 2, 3, N}};
     const uint64_t state_before = random_state;
     random_state = 26;
     const int64_t ne[8][4] = {{K, 1, N, 1}, {K, 1, N, 1},   {V, HEADS, N, 1},  {HEADS, N, 1, 1},
                               {HEADS, N, 1, 1}, {HEADS, 1, 1, 1}, {HEADS, 1, 1, 1},
                               {K, V, HEADS, 2}};
-    static float data[8][2 * WHOLE], y[2][V * HEADS * N], kept[2][WHOLE];
+    static float data[8][2 * MOST], y[2][64 * HEADS * N], kept[2][MOST];
     for (int i = 0; i < 8; i++)
-        for (int64_t e = 0; e < 2 * WHOLE; e++) data[i][e] = (float)random_normal();
+        for (int64_t e = 0; e < 2 * MOST; e++) data[i][e] = (float)random_normal();
     for (int way = 0; way < 2; way++) {
         rocq_arena arena;
         rocq_buffer memory = {0};
@@ -3927,13 +3927,18 @@ static void test_delta_net_in_pieces(void **state) {
             assert_int_equal(rocq_sync(gpu), ROCQ_OK);
         }
         const rocq_tensor last = rocq_tensor_slice(&t[7], 3, 1, 1);
-        assert_int_equal(rocq_download(gpu, y[way], &out, sizeof y[way]), ROCQ_OK);
-        assert_int_equal(rocq_download(gpu, kept[way], &last, sizeof kept[way]), ROCQ_OK);
+        assert_int_equal(rocq_download(gpu, y[way], &out, rocq_tensor_size(&out)), ROCQ_OK);
+        assert_int_equal(rocq_download(gpu, kept[way], &last, rocq_tensor_size(&last)), ROCQ_OK);
         rocq_buffer_free(gpu, &memory);
     }
-    assert_memory_equal(y[0], y[1], sizeof y[0]);
-    assert_memory_equal(kept[0], kept[1], sizeof kept[0]);
+    assert_memory_equal(y[0], y[1], (size_t)(V * HEADS * N) * sizeof y[0][0]);
+    assert_memory_equal(kept[0], kept[1], (size_t)(K * V * HEADS) * sizeof kept[0][0]);
     random_state = state_before;
+}
+static void test_delta_net_in_pieces(void **state) {
+    (void)state;
+    delta_net_in_pieces(100, 40);
+    delta_net_in_pieces(128, 64);
 }
 
 typedef struct mixture { // a case; 0 = default
