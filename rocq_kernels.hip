@@ -260,14 +260,20 @@ DEV uint32_t byte_perm(uint32_t hi, uint32_t lo, uint32_t sel) { // __byte_perm:
     const uint32_t s = sel | sel >> 4;
     return __byte_perm(lo, hi, (s & 0xff) | (s >> 8 & 0xff00));
 }
+// The instruction of __byte_perm, which clears bit 3 of each of the four selectors before it.
+DEV uint32_t byte_select(uint32_t x, uint32_t y, uint32_t selectors) {
+    uint32_t v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(x), "r"(y), "r"(selectors));
+    return v;
+}
 DEV u32x2 byte_levels(u32x4 table, uint32_t n) { // n's nibbles are selectors as they lie
     const uint32_t index = n & 0x77777777u, half = (n >> 1 & 0x44444444u) | 0x32103210u;
     uint32_t v[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const uint32_t low = __byte_perm(table.x, table.y, index >> 16 * i),
-                       high = __byte_perm(table.z, table.w, index >> 16 * i);
-        v[i] = __byte_perm(low, high, half >> 16 * i);
+        const uint32_t low = byte_select(table.x, table.y, index >> 16 * i),
+                       high = byte_select(table.z, table.w, index >> 16 * i);
+        v[i] = byte_select(low, high, half >> 16 * i);
     }
     return make_uint2(__byte_perm(v[0], v[1], 0x6420), __byte_perm(v[0], v[1], 0x7531));
 }
@@ -1943,12 +1949,12 @@ template <int F> DEV block_factors read_factors(const raw<F> &r, uint32_t u) {
         f.d = 9.765625e-4f;
 #pragma unroll
         for (int g = 0; g < 2; g++) {
-            // Choices between numbers already computed are selects. Of others clang 19 makes
-            // branches, which keep it from interleaving the rows of a matvec: all codes are then
-            // decoded after the last row's branch.
-            const uint32_t stored = r.s >> 8 * g & 255, byte = stored == 127 ? 0 : stored;
-            const uint32_t p = byte >> 3 & 15, m = byte & 7, normal = p != 0 ? 1 : 0;
-            f.sc[g] = (int)((m | normal << 3) << (p - normal));
+            // The scale's bits are a float's, denormals included, but for its bias: it is 2^120
+            // times this float, and sc 2^9 times the scale. The sum's last bits count quarters.
+            const uint32_t stored = r.s >> 8 * g & 255;
+            const float quarter = bits<float>((stored & 127) << 20) * 0x1p127f;
+            const uint32_t sc = bits<uint32_t>(quarter + 0x1p21f) & 0x7fffff;
+            f.sc[g] = (int)(stored == 127 ? 0 : sc);
         }
         return f;
     case ROCQ_IQ2_XXS: s = (r.w[1] >> 28) * 0x11u; break;
