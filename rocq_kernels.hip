@@ -93,6 +93,9 @@
 //   halves_times(x, n)       each 16-bit half of x times n; the products have to fit their halves
 //   byte_levels(table, n)    looks bytes up in a table of 16: byte i of x is byte (n >> 8 i) & 15
 //                            of the table, byte i of y likewise for n >> 4
+//   e2m1_dot(n, low, high, plus, minus)     adds to plus - minus the products of the levels of E2M1
+//                            that n's low nibbles stand for with low's bytes, and of those of the
+//                            high nibbles with high's, where e2m1_order(low, high) came first
 //   exp2_fast log2_fast rcp_fast     to about 1 ulp, denormals may be 0
 //   copy_async(to, from, live)  copies a vector from global memory to LDS, or zeros if not live;
 //                            copy_async_part its first bytes, and zeros behind them. copies_close
@@ -260,16 +263,36 @@ DEV uint32_t byte_perm(uint32_t hi, uint32_t lo, uint32_t sel) { // __byte_perm:
     const uint32_t s = sel | sel >> 4;
     return __byte_perm(lo, hi, (s & 0xff) | (s >> 8 & 0xff00));
 }
+// The instruction of __byte_perm, which clears bit 3 of each of the four selectors before it.
+DEV uint32_t byte_select(uint32_t x, uint32_t y, uint32_t selectors) {
+    uint32_t v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(x), "r"(y), "r"(selectors));
+    return v;
+}
 DEV u32x2 byte_levels(u32x4 table, uint32_t n) { // n's nibbles are selectors as they lie
     const uint32_t index = n & 0x77777777u, half = (n >> 1 & 0x44444444u) | 0x32103210u;
     uint32_t v[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const uint32_t low = __byte_perm(table.x, table.y, index >> 16 * i),
-                       high = __byte_perm(table.z, table.w, index >> 16 * i);
-        v[i] = __byte_perm(low, high, half >> 16 * i);
+        const uint32_t low = byte_select(table.x, table.y, index >> 16 * i),
+                       high = byte_select(table.z, table.w, index >> 16 * i);
+        v[i] = byte_select(low, high, half >> 16 * i);
     }
     return make_uint2(__byte_perm(v[0], v[1], 0x6420), __byte_perm(v[0], v[1], 0x7531));
+}
+DEV void e2m1_order(uint32_t &low, uint32_t &high) { // bytes in the order of the nibbles
+    const uint32_t x = low;
+    low = __byte_perm(x, high, 0x5140);
+    high = __byte_perm(x, high, 0x7362);
+}
+// A selector's bit 3, which is a code's sign, makes 0 of a byte without a sign: so the instruction
+// finds the levels of one sign.
+DEV void e2m1_dot(uint32_t n, uint32_t low, uint32_t high, int &plus, int &minus) {
+    const uint32_t x = 0x03020100, y = 0x0c080604, m = n ^ 0x88888888u;
+    plus = dot4((int)byte_select(x, y, n), (int)low, plus);
+    plus = dot4((int)byte_select(x, y, n >> 16), (int)high, plus);
+    minus = dot4((int)byte_select(x, y, m), (int)low, minus);
+    minus = dot4((int)byte_select(x, y, m >> 16), (int)high, minus);
 }
 DEV float exp2_fast(float x) {
     float y;
@@ -772,6 +795,11 @@ DEV u32x2 byte_levels(u32x4 table, uint32_t n) { // two look-ups of 8, and a cho
                          (n >> 1 & 0x04040404u) | 0x03020100u);
     }
     return u32x2{v[0], v[1]};
+}
+DEV void e2m1_order(uint32_t &, uint32_t &) {}
+DEV void e2m1_dot(uint32_t n, uint32_t low, uint32_t high, int &plus, int &) {
+    const u32x2 q = byte_levels(make4(0x03020100, 0x0c080604, 0xfdfeff00, 0xf4f8fafc), n);
+    plus = dot4((int)q.y, (int)high, dot4((int)q.x, (int)low, plus));
 }
 DEV float exp2_fast(float x) { return __builtin_amdgcn_exp2f(x); }
 DEV float log2_fast(float x) { return __builtin_amdgcn_logf(x); }
@@ -1943,12 +1971,12 @@ template <int F> DEV block_factors read_factors(const raw<F> &r, uint32_t u) {
         f.d = 9.765625e-4f;
 #pragma unroll
         for (int g = 0; g < 2; g++) {
-            // Choices between numbers already computed are selects. Of others clang 19 makes
-            // branches, which keep it from interleaving the rows of a matvec: all codes are then
-            // decoded after the last row's branch.
-            const uint32_t stored = r.s >> 8 * g & 255, byte = stored == 127 ? 0 : stored;
-            const uint32_t p = byte >> 3 & 15, m = byte & 7, normal = p != 0 ? 1 : 0;
-            f.sc[g] = (int)((m | normal << 3) << (p - normal));
+            // The scale's bits are a float's, denormals included, but for its bias: it is 2^120
+            // times this float, and sc 2^9 times the scale. The sum's last bits count quarters.
+            const uint32_t stored = r.s >> 8 * g & 255;
+            const float quarter = bits<float>((stored & 127) << 20) * 0x1p127f;
+            const uint32_t sc = bits<uint32_t>(quarter + 0x1p21f) & 0x7fffff;
+            f.sc[g] = (int)(stored == 127 ? 0 : sc);
         }
         return f;
     case ROCQ_IQ2_XXS: s = (r.w[1] >> 28) * 0x11u; break;
@@ -2747,6 +2775,20 @@ struct matvec_x { // a unit of a column
     int sum[2]; // of the codes of each half; in formats without halves [1] is of all 32
 };
 
+// Whether units of w keep their codes of E2M1 as they are stored, four words, for e2m1_dot: for one
+// column, as it does not find the levels once for all columns.
+template <int F, int N> DEV constexpr bool is_e2m1() {
+    return N == 1 && (F == ROCQ_MXFP4 || F == ROCQ_NVFP4);
+}
+// The word of x that meets the low nibbles of word i. That of the high ones is two words later in
+// NVFP4, four in MXFP4.
+template <int F> DEV constexpr int e2m1_low(int i) {
+    return F == ROCQ_NVFP4 ? (i & 2) * 2 + (i & 1) : i;
+}
+template <int F> DEV constexpr int e2m1_high(int i) {
+    return e2m1_low<F>(i) + (F == ROCQ_NVFP4 ? 2 : 4);
+}
+
 template <int F> DEV void matvec_x_sums(matvec_x &x) {
     typedef block_layout<F> l;
     if (l::offset == 0 && !l::has_min) return;
@@ -2760,10 +2802,21 @@ template <int F> DEV void matvec_x_sums(matvec_x &x) {
 }
 
 // sum plus the product of a unit of w and one of x.
-template <int F> DEV float matvec_add(float sum, const uint32_t q[8], const block_factors &f,
-                                      const matvec_x &x) {
+template <int F, int N>
+DEV float matvec_add(float sum, const uint32_t q[8], const block_factors &f, const matvec_x &x) {
     typedef block_layout<F> l;
-    if constexpr (l::halves) {
+    if constexpr (is_e2m1<F, N>()) {
+        int plus[2] = {0, 0}, minus[2] = {0, 0};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int h = l::halves ? i / 2 : 0;
+            e2m1_dot(q[i], x.q[e2m1_low<F>(i)], x.q[e2m1_high<F>(i)], plus[h], minus[h]);
+        }
+        const float d = f.d * x.d;
+        if (!l::halves) return fmaf(d, (float)(plus[0] - minus[0]), sum);
+        sum = fmaf(d * (float)f.sc[0], (float)(plus[0] - minus[0]), sum);
+        return fmaf(d * (float)f.sc[1], (float)(plus[1] - minus[1]), sum);
+    } else if constexpr (l::halves) {
         int dot[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -2820,13 +2873,28 @@ template <int F> DEV constexpr bool many_planes() {
     return (l::n != 0) + (l::c != 0) + (l::b != 0) + (l::s != 0) + (l::t != 0) + 1 > 3;
 }
 
-template <int F> DEV matvec_x matvec_x_of(const raw<ROCQ_Q8_0> &r) {
+template <int F, int N> DEV matvec_x matvec_x_of(const raw<ROCQ_Q8_0> &r) {
     matvec_x x;
 #pragma unroll
     for (int i = 0; i < 8; i++) x.q[i] = decode_code<ROCQ_Q8_0>(r, i);
+    if constexpr (is_e2m1<F, N>()) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) e2m1_order(x.q[e2m1_low<F>(i)], x.q[e2m1_high<F>(i)]);
+    }
     x.d = f16_f32((uint16_t)r.d.x);
     matvec_x_sums<F>(x);
     return x;
+}
+
+DEV void e2m1_words(const raw<ROCQ_MXFP4> &r, uint32_t q[8]) {
+    q[0] = r.n.x;
+    q[1] = r.n.y;
+    q[2] = r.n.z;
+    q[3] = r.n.w;
+}
+DEV void e2m1_words(const raw<ROCQ_NVFP4> &r, uint32_t q[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) q[i] = r.w[i];
 }
 
 // A decoded unit of w. In formats without halves d and dmin are multiplied by their integers here,
@@ -2835,14 +2903,15 @@ template <int F> struct matvec_unit {
     uint32_t q[8];
     block_factors f;
 };
-template <int F> DEV matvec_unit<F> matvec_unit_of(const raw<F> &r, uint32_t at) {
+template <int F, int N> DEV matvec_unit<F> matvec_unit_of(const raw<F> &r, uint32_t at) {
     matvec_unit<F> u;
     u.f = decode_factors<F>(r, at);
     if (!block_layout<F>::halves) {
         u.f.d *= (float)u.f.sc[0];
         u.f.dmin *= (float)u.f.mn[0];
     }
-    decode_codes<F>(r, at, u.q);
+    if constexpr (is_e2m1<F, N>()) e2m1_words(r, u.q);
+    else decode_codes<F>(r, at, u.q);
     return u;
 }
 
@@ -3000,7 +3069,7 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
         if constexpr (AHEAD) {
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                u[r] = matvec_unit_of<F>(r_w[r], at);
+                u[r] = matvec_unit_of<F, N>(r_w[r], at);
                 r_w[r] = matvec_load(rows, r, next);
                 loads_issued();
             }
@@ -3008,19 +3077,19 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
 #pragma unroll
         for (int c = 0; c < N; c++) {
             if constexpr (ROW) r_x = matvec_row_unit(row_x, at);
-            const matvec_x x = matvec_x_of<F>(r_x);
+            const matvec_x x = matvec_x_of<F, N>(r_x);
             if constexpr (!ROW) {
                 r_x = load_raw<ROCQ_Q8_0>(x0, c + 1 < N ? column[c + 1] + at : column[0] + next);
                 loads_issued();
             }
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                if (!AHEAD && c == 0) u[r] = matvec_unit_of<F>(r_w[r], at);
+                if (!AHEAD && c == 0) u[r] = matvec_unit_of<F, N>(r_w[r], at);
                 if (!AHEAD && c == N - 1) {
                     r_w[r] = matvec_load(rows, r, next);
                     loads_issued();
                 }
-                sums[ROWS * c + r] = matvec_add<F>(sums[ROWS * c + r], u[r].q, u[r].f, x);
+                sums[ROWS * c + r] = matvec_add<F, N>(sums[ROWS * c + r], u[r].q, u[r].f, x);
                 if (N > 1) computed(sums[ROWS * c + r]);
             }
         }
@@ -3467,13 +3536,13 @@ DEV float matvec_low_sum(const rocq_k_matvec_args &a, const u32x4 *row_x, int ro
 #pragma unroll 1
     for (; at < units; at += step) {
         next = at + step < last ? at + step : last;
-        const matvec_unit<ROCQ_Q8_0> u = matvec_unit_of<ROCQ_Q8_0>(r_w, at);
+        const matvec_unit<ROCQ_Q8_0> u = matvec_unit_of<ROCQ_Q8_0, 1>(r_w, at);
         if constexpr (ROW) r_x = matvec_row_unit(row_x, at);
-        const matvec_x v = matvec_x_of<ROCQ_Q8_0>(r_x);
+        const matvec_x v = matvec_x_of<ROCQ_Q8_0, 1>(r_x);
         r_w = load_raw<ROCQ_Q8_0, ONCE>(w, next);
         if constexpr (!ROW) r_x = load_raw<ROCQ_Q8_0>(x, next);
         loads_issued();
-        sum = matvec_add<ROCQ_Q8_0>(sum, u.q, u.f, v);
+        sum = matvec_add<ROCQ_Q8_0, 1>(sum, u.q, u.f, v);
     }
     return wave_sums<1, 1>(&sum);
 }

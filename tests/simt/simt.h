@@ -1041,6 +1041,11 @@ DEV u32x2 byte_levels(u32x4 table, uint32_t n) {
 
 // The hardware's have no denormals on either side.
 DEV float simt_flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+DEV void e2m1_order(uint32_t &, uint32_t &) {}
+DEV void e2m1_dot(uint32_t n, uint32_t low, uint32_t high, int &plus, int &) {
+    const u32x2 q = byte_levels(make4(0x03020100, 0x0c080604, 0xfdfeff00, 0xf4f8fafc), n);
+    plus = dot4((int)q.y, (int)high, dot4((int)q.x, (int)low, plus));
+}
 DEV float exp2_fast(float x) { return simt_flush(exp2f(x)); }
 DEV float log2_fast(float x) { return log2f(simt_flush(x)); }
 __attribute__((no_sanitize("float-divide-by-zero"), unused)) static inline float rcp_fast(float x) {
