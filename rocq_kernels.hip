@@ -5222,7 +5222,8 @@ DEV void lds_multiply(frag_c (&c)[TM][BN / 16], const lds_operand &a, const lds_
 // stored by rows: so the wave transposes its sums in LDS, and each lane then reads whole quads of a
 // row. It does so for AHEAD quads at a time, whose operands are all in flight before the first is
 // used: load(row, col) loads the up to three quads (bias, residual ...) that the quad there needs,
-// and store(row, col, loaded, sums) computes and stores it.
+// and store(row, col, loaded, sums) computes and stores it. store has much code, which is fetched
+// when the loop over K has ended: so it is there once, and the quads that were loaded move up to it.
 struct lds_loaded { u32x4 quad[3]; };
 // lds_put writes the sums to LDS and returns where the wave's are; behind a wave_sync,
 // lds_finish_rows does the rest.
@@ -5250,12 +5251,14 @@ DEV void lds_finish_rows(const float *work, L load, S store) {
             const int quad = i + 32 * j;
             loaded[j] = load(16 * wave + quad / QUADS, 4 * (quad % QUADS));
         }
-#pragma unroll
+#pragma unroll 1
         for (int j = 0; j < AHEAD; j++) {
             const int quad = i + 32 * j, row = quad / QUADS, col = 4 * (quad % QUADS);
             float v[4];
             decode_vector<ROCQ_F32>(lget((const u32x4 *)(work + row * STRIDE + col)), 0, v);
-            store(16 * wave + row, col, loaded[j], v);
+            store(16 * wave + row, col, loaded[0], v);
+#pragma unroll
+            for (int next = 1; next < AHEAD; next++) loaded[next - 1] = loaded[next];
         }
     }
 }
