@@ -10518,145 +10518,138 @@ ROCQ__DOT_SCALAR(dot_f32_fused, fmaf)
     __builtin_prefetch((const void *)((uintptr_t)(at) + (uintptr_t)(ahead)), 0, 2)
 
 #if ROCQ__HAS_V8
-// Four rows by n_columns: as many sums as fit the registers, so that their independent chains hide
-// the latency of the adds. format and n_columns are constants where this is inlined.
-ROCQ__V8 void rocq__dot_float_4(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
-                                const rocq_format format, int64_t k, const float *x,
-                                int64_t column_floats, int row, const int n_columns, bool fetch) {
+ROCQ__V8 rocq__v8 rocq__v8_load_float(const rocq_format format, const unsigned char *at) {
+    return format == ROCQ_F32   ? rocq__v8_load((const float *)(const void *)at)
+           : format == ROCQ_F16 ? rocq__v8_from_f16(at)
+                                : rocq__v8_from_bf16(at);
+}
+
+// Adds the products of n_columns with a panel's rows, four at a time: as many sums as fit the
+// registers, so that their independent chains hide the latency of the adds. format and n_columns
+// are constants where this is inlined.
+ROCQ__V8 void rocq__dot_float(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
+                              const rocq_format format, int64_t k, const float *x,
+                              int64_t column_floats, const int n_columns, bool fetch) {
     const int64_t bytes = format == ROCQ_F32 ? 4 : 2;
-    const unsigned char *const *w = rows->at + row, *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
-    rocq__v8 s[4][4];
-    ROCQ__UNROLL
-    for (int c = 0; c < n_columns; c++) {
+    for (int row = 0; row < ROCQ__MM_ROWS; row += 4) {
+        const unsigned char *const *w = rows->at + row;
+        const unsigned char *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
+        rocq__v8 s[3][4];
         ROCQ__UNROLL
-        for (int r = 0; r < 4; r++) s[c][r] = rocq__v8_set1(0.0f);
-    }
-    for (int64_t i = 0; i < k; i += 8) {
-        const bool new_line = fetch && i * bytes % 64 == 0;
-        rocq__v8 v[4];
-        ROCQ__UNROLL
-        for (int c = 0; c < n_columns; c++) v[c] = rocq__v8_load(x + c * column_floats + i);
-        ROCQ__UNROLL
-        for (int r = 0; r < 4; r++) {
-            const unsigned char *at = (r == 0 ? w0 : r == 1 ? w1 : r == 2 ? w2 : w3) + i * bytes;
-            const rocq__v8 a = format == ROCQ_F32   ? rocq__v8_load((const float *)(const void *)at)
-                               : format == ROCQ_F16 ? rocq__v8_from_f16(at)
-                                                    : rocq__v8_from_bf16(at);
-            if (new_line) ROCQ__FETCH(at, rows->ahead);
+        for (int c = 0; c < n_columns; c++) {
             ROCQ__UNROLL
-            for (int c = 0; c < n_columns; c++) s[c][r] = rocq__v8_fma(a, v[c], s[c][r]);
+            for (int r = 0; r < 4; r++) s[c][r] = rocq__v8_set1(0.0f);
         }
-    }
-    ROCQ__UNROLL
-    for (int c = 0; c < n_columns; c++) {
-        float four[4];
-        rocq__v8_sum4(four, s[c][0], s[c][1], s[c][2], s[c][3]);
-        for (int r = 0; r < 4; r++) sums[c][row + r] += four[r];
+        for (int64_t i = 0; i < k; i += 8) {
+            const bool new_line = fetch && i * bytes % 64 == 0;
+            rocq__v8 v[3];
+            ROCQ__UNROLL
+            for (int c = 0; c < n_columns; c++) v[c] = rocq__v8_load(x + c * column_floats + i);
+            ROCQ__UNROLL
+            for (int r = 0; r < 4; r++) {
+                const unsigned char *at = (r == 0 ? w0 : r == 1 ? w1 : r == 2 ? w2 : w3) + i * bytes;
+                const rocq__v8 a = rocq__v8_load_float(format, at);
+                if (new_line) ROCQ__FETCH(at, rows->ahead);
+                ROCQ__UNROLL
+                for (int c = 0; c < n_columns; c++) s[c][r] = rocq__v8_fma(a, v[c], s[c][r]);
+            }
+        }
+        ROCQ__UNROLL
+        for (int c = 0; c < n_columns; c++) {
+            float four[4];
+            rocq__v8_sum4(four, s[c][0], s[c][1], s[c][2], s[c][3]);
+            for (int r = 0; r < 4; r++) sums[c][row + r] += four[r];
+        }
     }
 }
 
 // At most `most` columns per pass, spread evenly: four columns are two and two, not three and one.
-#define ROCQ__DOT_FLOAT(name, NAME, TARGET, most)                                                 \
+#define ROCQ__DOT_FLOAT(name, NAME, TARGET, kernel, most)                                         \
     TARGET static void rocq__dot_##name(float (*sums)[ROCQ__MM_TILE_M],                           \
                                         const rocq__mm_rows *rows, int64_t k, const float *x,     \
                                         int64_t column_floats, int64_t n) {                       \
         const rocq_format f = ROCQ_##NAME;                                                        \
         const int64_t floats = column_floats;                                                     \
-        for (int64_t c = 0, some; c < n; c += some, x += some * floats) {                         \
+        for (int64_t c = 0, some; c < n; c += some, x += some * floats, sums += some) {           \
             const int64_t passes = (n - c + (most) - 1) / (most);                                 \
             some = (n - c + passes - 1) / passes;                                                 \
-            for (int r = 0; r < ROCQ__MM_ROWS; r += 4) {                                          \
-                float(*at)[ROCQ__MM_TILE_M] = sums + c;                                           \
-                if (some == 1) rocq__dot_float_4(at, rows, f, k, x, floats, r, 1, c == 0);        \
-                if (some == 2) rocq__dot_float_4(at, rows, f, k, x, floats, r, 2, c == 0);        \
-                if (some == 3) rocq__dot_float_4(at, rows, f, k, x, floats, r, 3, c == 0);        \
-                if ((most) > 3 && some == 4) {                                                    \
-                    rocq__dot_float_4(at, rows, f, k, x, floats, r, 4, c == 0);                   \
-                }                                                                                 \
-            }                                                                                     \
+            if (some == 1) kernel(sums, rows, f, k, x, floats, 1, c == 0);                        \
+            if (some == 2) kernel(sums, rows, f, k, x, floats, 2, c == 0);                        \
+            if (some == 3) kernel(sums, rows, f, k, x, floats, 3, c == 0);                        \
+            if ((most) > 3 && some == 4) kernel(sums, rows, f, k, x, floats, 4, c == 0);          \
+            if ((most) > 3 && some == 5) kernel(sums, rows, f, k, x, floats, 5, c == 0);          \
+            if ((most) > 3 && some == 6) kernel(sums, rows, f, k, x, floats, 6, c == 0);          \
         }                                                                                         \
     }
-ROCQ__DOT_FLOAT(f32_simd, F32, ROCQ__SIMD, 3)
-ROCQ__DOT_FLOAT(f16_simd, F16, ROCQ__SIMD, 3)
-ROCQ__DOT_FLOAT(bf16_simd, BF16, ROCQ__SIMD, 3)
-#if ROCQ__HAS_AVX2 // AVX-512 has twice the registers
-ROCQ__DOT_FLOAT(f32_avx512, F32, ROCQ__TARGET_AVX512, 4)
-ROCQ__DOT_FLOAT(f16_avx512, F16, ROCQ__TARGET_AVX512, 4)
-ROCQ__DOT_FLOAT(bf16_avx512, BF16, ROCQ__TARGET_AVX512, 4)
-#endif
-#undef ROCQ__DOT_FLOAT
-#endif
+ROCQ__DOT_FLOAT(f32_simd, F32, ROCQ__SIMD, rocq__dot_float, 3)
+ROCQ__DOT_FLOAT(f16_simd, F16, ROCQ__SIMD, rocq__dot_float, 3)
+ROCQ__DOT_FLOAT(bf16_simd, BF16, ROCQ__SIMD, rocq__dot_float, 3)
 
 #if ROCQ__HAS_AVX2
-// For many columns, vectors of 64 bytes: eight floats of two rows, by the same eight of a column
-// twice. The sums are those of the forms above, with their bits. The panel is [k / 8][row][8]; out
-// is [column][row].
-ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_panel(float (*out)[ROCQ__MM_ROWS],
-                                                             const float *panel, int64_t k,
-                                                             const float *const *column,
-                                                             const int n_columns) {
-    const float *x[6];
+// The same in vectors of 64 bytes, with the same bits: eight floats of two rows, by the same eight
+// of a column twice. With six columns 24 of 32 registers are sums, and ten loads feed 24
+// multiplications. eights, a constant: the panel is F32 at rows->at[0], [k / 8][row][8].
+ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_panel(
+    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows, const rocq_format format, int64_t k,
+    const float *x, int64_t column_floats, const int n_columns, bool fetch, const bool eights) {
+    const int64_t bytes = format == ROCQ_F32 ? 4 : 2;
+    const unsigned char *at[ROCQ__MM_ROWS];
     __m512 s[6][4]; // of rows 2 p and 2 p + 1
     ROCQ__UNROLL
+    for (int r = 0; r < ROCQ__MM_ROWS; r++) at[r] = rows->at[eights ? 0 : r];
+    ROCQ__UNROLL
     for (int c = 0; c < n_columns; c++) {
-        x[c] = column[c];
         ROCQ__UNROLL
         for (int p = 0; p < 4; p++) s[c][p] = _mm512_setzero_ps();
     }
-    for (int64_t i = 0; i < k; i += 8, panel += 8 * ROCQ__MM_ROWS) {
+    for (int64_t i = 0; i < k; i += 8) {
+        const bool new_line = fetch && !eights && i * bytes % 64 == 0;
         __m512 w[4];
         ROCQ__UNROLL
-        for (int p = 0; p < 4; p++) w[p] = _mm512_loadu_ps(panel + 16 * p);
+        for (int p = 0; p < 4; p++) {
+            const unsigned char *a = at[2 * p] + i * bytes, *b = at[2 * p + 1] + i * bytes;
+            if (eights) {
+                w[p] = _mm512_loadu_ps((const float *)(const void *)at[0] + 8 * i + 16 * p);
+            } else if (format == ROCQ_F16) { // joined first: one conversion of 16
+                w[p] = _mm512_cvtph_ps(_mm256_loadu2_m128i((const __m128i *)(const void *)b,
+                                                           (const __m128i *)(const void *)a));
+            } else {
+                w[p] = _mm512_insertf32x8(_mm512_castps256_ps512(rocq__v8_load_float(format, a)),
+                                          rocq__v8_load_float(format, b), 1);
+            }
+            if (new_line) {
+                ROCQ__FETCH(a, rows->ahead);
+                ROCQ__FETCH(b, rows->ahead);
+            }
+        }
         ROCQ__UNROLL
         for (int c = 0; c < n_columns; c++) {
-            const __m512 v = _mm512_broadcast_f32x8(_mm256_loadu_ps(x[c] + i));
+            const float *eight = x + c * column_floats + i;
+            const __m512 v = _mm512_broadcast_f32x8(_mm256_loadu_ps(eight));
             ROCQ__UNROLL
             for (int p = 0; p < 4; p++) s[c][p] = _mm512_fmadd_ps(w[p], v, s[c][p]);
         }
     }
     ROCQ__UNROLL
-    for (int i = 0; i < 2 * n_columns; i++) { // rows 0 to 3, and 4 to 7, of a column
-        const __m512 a = s[i / 2][i % 2 * 2], b = s[i / 2][i % 2 * 2 + 1];
-        rocq__v8_sum4(out[i / 2] + i % 2 * 4, _mm512_castps512_ps256(a),
-                      _mm512_extractf32x8_ps(a, 1), _mm512_castps512_ps256(b),
-                      _mm512_extractf32x8_ps(b, 1));
-    }
-}
-
-// With 6 columns and 8 rows, 24 of 32 registers are sums, and ten loads feed 24 multiplications.
-ROCQ__TARGET_AVX512 static void rocq__dot_panel_6(float (*out)[ROCQ__MM_ROWS], const float *panel,
-                                                  int64_t k, const float *const *column) {
-    rocq__dot_panel(out, panel, k, column, 6);
-}
-
-ROCQ__TARGET_AVX512 static void rocq__dot_panel_4(float (*out)[ROCQ__MM_ROWS], const float *panel,
-                                                  int64_t k, const float *const *column) {
-    rocq__dot_panel(out, panel, k, column, 4);
-}
-
-// Multiplies the next six or four of `left` columns, and returns how many of them count. column has
-// six addresses.
-static int64_t rocq__dot_panel_some(float (*out)[ROCQ__MM_ROWS], const float *panel, int64_t k,
-                                    const float *const *column, int64_t left) {
-    const bool six = left > 8 || left == 6 || left == 5; // 8 are four and four
-    if (six) rocq__dot_panel_6(out, panel, k, column);
-    else rocq__dot_panel_4(out, panel, k, column);
-    return ROCQ__MIN(left, six ? 6 : 4);
-}
-
-static void rocq__dot_panel_avx512(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
-                                   int64_t k, const float *x, int64_t column_floats, int64_t n) {
-    const float *panel = (const float *)(const void *)rows->at[0];
-    for (int64_t c = 0, some; c < n; c += some) {
-        const float *column[6]; // past the last one, the last one again
-        float out[6][ROCQ__MM_ROWS];
-        for (int64_t j = 0; j < 6; j++) column[j] = x + ROCQ__MIN(c + j, n - 1) * column_floats;
-        some = rocq__dot_panel_some(out, panel, k, column, n - c);
-        for (int64_t j = 0; j < some; j++) {
-            for (int r = 0; r < ROCQ__MM_ROWS; r++) sums[c + j][r] += out[j][r];
+    for (int c = 0; c < n_columns; c++) {
+        rocq__v8 of_row[ROCQ__MM_ROWS];
+        ROCQ__UNROLL
+        for (int p = 0; p < 4; p++) {
+            of_row[2 * p] = _mm512_castps512_ps256(s[c][p]);
+            of_row[2 * p + 1] = _mm512_extractf32x8_ps(s[c][p], 1);
         }
+        rocq__v8_store(sums[c], rocq__v8_add(rocq__v8_load(sums[c]), rocq__v8_sum8(of_row)));
     }
 }
+
+#define ROCQ__DOT_ROWS(...) rocq__dot_panel(__VA_ARGS__, false)
+#define ROCQ__DOT_EIGHTS(...) rocq__dot_panel(__VA_ARGS__, true)
+ROCQ__DOT_FLOAT(f32_avx512, F32, ROCQ__TARGET_AVX512, ROCQ__DOT_ROWS, 6)
+ROCQ__DOT_FLOAT(f16_avx512, F16, ROCQ__TARGET_AVX512, ROCQ__DOT_ROWS, 6)
+ROCQ__DOT_FLOAT(bf16_avx512, BF16, ROCQ__TARGET_AVX512, ROCQ__DOT_ROWS, 6)
+ROCQ__DOT_FLOAT(panel_avx512, F32, ROCQ__TARGET_AVX512, ROCQ__DOT_EIGHTS, 6)
+#undef ROCQ__DOT_ROWS
+#undef ROCQ__DOT_EIGHTS
 
 // Decodes k elements of a row to dst, its place in such a panel, and pads them to a multiple of
 // eight. ahead: as in rocq__mm_rows.
@@ -10674,11 +10667,11 @@ ROCQ__SIMD static void rocq__decode_eights(float *dst, rocq_format format,
     for (int64_t i = 0; i < k; i += 8, dst += 8 * ROCQ__MM_ROWS) {
         const unsigned char *at = src + i * bytes;
         if (ahead && i * bytes % 64 == 0) ROCQ__FETCH(at, ahead);
-        rocq__v8_store(dst, format == ROCQ_F32   ? rocq__v8_load((const float *)(const void *)at)
-                            : format == ROCQ_F16 ? rocq__v8_from_f16(at)
-                                                 : rocq__v8_from_bf16(at));
+        rocq__v8_store(dst, rocq__v8_load_float(format, at));
     }
 }
+#endif
+#undef ROCQ__DOT_FLOAT
 #endif
 
 // -- panels --
