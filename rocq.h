@@ -10520,145 +10520,138 @@ ROCQ__DOT_SCALAR(dot_f32_fused, fmaf)
     __builtin_prefetch((const void *)((uintptr_t)(at) + (uintptr_t)(ahead)), 0, 2)
 
 #if ROCQ__HAS_V8
-// Four rows by n_columns: as many sums as fit the registers, so that their independent chains hide
-// the latency of the adds. format and n_columns are constants where this is inlined.
-ROCQ__V8 void rocq__dot_float_4(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
-                                const rocq_format format, int64_t k, const float *x,
-                                int64_t column_floats, int row, const int n_columns, bool fetch) {
+ROCQ__V8 rocq__v8 rocq__v8_load_float(const rocq_format format, const unsigned char *at) {
+    return format == ROCQ_F32   ? rocq__v8_load((const float *)(const void *)at)
+           : format == ROCQ_F16 ? rocq__v8_from_f16(at)
+                                : rocq__v8_from_bf16(at);
+}
+
+// Adds the products of n_columns with a panel's rows, four at a time: as many sums as fit the
+// registers, so that their independent chains hide the latency of the adds. format and n_columns
+// are constants where this is inlined.
+ROCQ__V8 void rocq__dot_float(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
+                              const rocq_format format, int64_t k, const float *x,
+                              int64_t column_floats, const int n_columns, bool fetch) {
     const int64_t bytes = format == ROCQ_F32 ? 4 : 2;
-    const unsigned char *const *w = rows->at + row, *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
-    rocq__v8 s[4][4];
-    ROCQ__UNROLL
-    for (int c = 0; c < n_columns; c++) {
+    for (int row = 0; row < ROCQ__MM_ROWS; row += 4) {
+        const unsigned char *const *w = rows->at + row;
+        const unsigned char *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
+        rocq__v8 s[3][4];
         ROCQ__UNROLL
-        for (int r = 0; r < 4; r++) s[c][r] = rocq__v8_set1(0.0f);
-    }
-    for (int64_t i = 0; i < k; i += 8) {
-        const bool new_line = fetch && i * bytes % 64 == 0;
-        rocq__v8 v[4];
-        ROCQ__UNROLL
-        for (int c = 0; c < n_columns; c++) v[c] = rocq__v8_load(x + c * column_floats + i);
-        ROCQ__UNROLL
-        for (int r = 0; r < 4; r++) {
-            const unsigned char *at = (r == 0 ? w0 : r == 1 ? w1 : r == 2 ? w2 : w3) + i * bytes;
-            const rocq__v8 a = format == ROCQ_F32   ? rocq__v8_load((const float *)(const void *)at)
-                               : format == ROCQ_F16 ? rocq__v8_from_f16(at)
-                                                    : rocq__v8_from_bf16(at);
-            if (new_line) ROCQ__FETCH(at, rows->ahead);
+        for (int c = 0; c < n_columns; c++) {
             ROCQ__UNROLL
-            for (int c = 0; c < n_columns; c++) s[c][r] = rocq__v8_fma(a, v[c], s[c][r]);
+            for (int r = 0; r < 4; r++) s[c][r] = rocq__v8_set1(0.0f);
         }
-    }
-    ROCQ__UNROLL
-    for (int c = 0; c < n_columns; c++) {
-        float four[4];
-        rocq__v8_sum4(four, s[c][0], s[c][1], s[c][2], s[c][3]);
-        for (int r = 0; r < 4; r++) sums[c][row + r] += four[r];
+        for (int64_t i = 0; i < k; i += 8) {
+            const bool new_line = fetch && i * bytes % 64 == 0;
+            rocq__v8 v[3];
+            ROCQ__UNROLL
+            for (int c = 0; c < n_columns; c++) v[c] = rocq__v8_load(x + c * column_floats + i);
+            ROCQ__UNROLL
+            for (int r = 0; r < 4; r++) {
+                const unsigned char *at = r == 0 ? w0 : r == 1 ? w1 : r == 2 ? w2 : w3;
+                const rocq__v8 a = rocq__v8_load_float(format, at += i * bytes);
+                if (new_line) ROCQ__FETCH(at, rows->ahead);
+                ROCQ__UNROLL
+                for (int c = 0; c < n_columns; c++) s[c][r] = rocq__v8_fma(a, v[c], s[c][r]);
+            }
+        }
+        ROCQ__UNROLL
+        for (int c = 0; c < n_columns; c++) {
+            float four[4];
+            rocq__v8_sum4(four, s[c][0], s[c][1], s[c][2], s[c][3]);
+            for (int r = 0; r < 4; r++) sums[c][row + r] += four[r];
+        }
     }
 }
 
 // At most `most` columns per pass, spread evenly: four columns are two and two, not three and one.
-#define ROCQ__DOT_FLOAT(name, NAME, TARGET, most)                                                 \
+#define ROCQ__DOT_FLOAT(name, NAME, TARGET, kernel, most)                                         \
     TARGET static void rocq__dot_##name(float (*sums)[ROCQ__MM_TILE_M],                           \
                                         const rocq__mm_rows *rows, int64_t k, const float *x,     \
                                         int64_t column_floats, int64_t n) {                       \
         const rocq_format f = ROCQ_##NAME;                                                        \
         const int64_t floats = column_floats;                                                     \
-        for (int64_t c = 0, some; c < n; c += some, x += some * floats) {                         \
+        for (int64_t c = 0, some; c < n; c += some, x += some * floats, sums += some) {           \
             const int64_t passes = (n - c + (most) - 1) / (most);                                 \
             some = (n - c + passes - 1) / passes;                                                 \
-            for (int r = 0; r < ROCQ__MM_ROWS; r += 4) {                                          \
-                float(*at)[ROCQ__MM_TILE_M] = sums + c;                                           \
-                if (some == 1) rocq__dot_float_4(at, rows, f, k, x, floats, r, 1, c == 0);        \
-                if (some == 2) rocq__dot_float_4(at, rows, f, k, x, floats, r, 2, c == 0);        \
-                if (some == 3) rocq__dot_float_4(at, rows, f, k, x, floats, r, 3, c == 0);        \
-                if ((most) > 3 && some == 4) {                                                    \
-                    rocq__dot_float_4(at, rows, f, k, x, floats, r, 4, c == 0);                   \
-                }                                                                                 \
-            }                                                                                     \
+            if (some == 1) kernel(sums, rows, f, k, x, floats, 1, c == 0);                        \
+            if (some == 2) kernel(sums, rows, f, k, x, floats, 2, c == 0);                        \
+            if (some == 3) kernel(sums, rows, f, k, x, floats, 3, c == 0);                        \
+            if ((most) > 3 && some == 4) kernel(sums, rows, f, k, x, floats, 4, c == 0);          \
+            if ((most) > 3 && some == 5) kernel(sums, rows, f, k, x, floats, 5, c == 0);          \
+            if ((most) > 3 && some == 6) kernel(sums, rows, f, k, x, floats, 6, c == 0);          \
         }                                                                                         \
     }
-ROCQ__DOT_FLOAT(f32_simd, F32, ROCQ__SIMD, 3)
-ROCQ__DOT_FLOAT(f16_simd, F16, ROCQ__SIMD, 3)
-ROCQ__DOT_FLOAT(bf16_simd, BF16, ROCQ__SIMD, 3)
-#if ROCQ__HAS_AVX2 // AVX-512 has twice the registers
-ROCQ__DOT_FLOAT(f32_avx512, F32, ROCQ__TARGET_AVX512, 4)
-ROCQ__DOT_FLOAT(f16_avx512, F16, ROCQ__TARGET_AVX512, 4)
-ROCQ__DOT_FLOAT(bf16_avx512, BF16, ROCQ__TARGET_AVX512, 4)
-#endif
-#undef ROCQ__DOT_FLOAT
-#endif
+ROCQ__DOT_FLOAT(f32_simd, F32, ROCQ__SIMD, rocq__dot_float, 3)
+ROCQ__DOT_FLOAT(f16_simd, F16, ROCQ__SIMD, rocq__dot_float, 3)
+ROCQ__DOT_FLOAT(bf16_simd, BF16, ROCQ__SIMD, rocq__dot_float, 3)
 
 #if ROCQ__HAS_AVX2
-// For many columns, vectors of 64 bytes: eight floats of two rows, by the same eight of a column
-// twice. The sums are those of the forms above, with their bits. The panel is [k / 8][row][8]; out
-// is [column][row].
-ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_panel(float (*out)[ROCQ__MM_ROWS],
-                                                             const float *panel, int64_t k,
-                                                             const float *const *column,
-                                                             const int n_columns) {
-    const float *x[6];
+// The same in vectors of 64 bytes, with the same bits: eight floats of two rows, by the same eight
+// of a column twice. With six columns 24 of 32 registers are sums, and ten loads feed 24
+// multiplications. eights, a constant: the panel is F32 at rows->at[0], [k / 8][row][8].
+ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_panel(
+    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows, const rocq_format format, int64_t k,
+    const float *x, int64_t column_floats, const int n_columns, bool fetch, const bool eights) {
+    const int64_t bytes = format == ROCQ_F32 ? 4 : 2;
+    const unsigned char *at[ROCQ__MM_ROWS];
     __m512 s[6][4]; // of rows 2 p and 2 p + 1
     ROCQ__UNROLL
+    for (int r = 0; r < ROCQ__MM_ROWS; r++) at[r] = rows->at[eights ? 0 : r];
+    ROCQ__UNROLL
     for (int c = 0; c < n_columns; c++) {
-        x[c] = column[c];
         ROCQ__UNROLL
         for (int p = 0; p < 4; p++) s[c][p] = _mm512_setzero_ps();
     }
-    for (int64_t i = 0; i < k; i += 8, panel += 8 * ROCQ__MM_ROWS) {
+    for (int64_t i = 0; i < k; i += 8) {
+        const bool new_line = fetch && !eights && i * bytes % 64 == 0;
         __m512 w[4];
         ROCQ__UNROLL
-        for (int p = 0; p < 4; p++) w[p] = _mm512_loadu_ps(panel + 16 * p);
+        for (int p = 0; p < 4; p++) {
+            const unsigned char *a = at[2 * p] + i * bytes, *b = at[2 * p + 1] + i * bytes;
+            if (eights) {
+                w[p] = _mm512_loadu_ps((const float *)(const void *)at[0] + 8 * i + 16 * p);
+            } else if (format == ROCQ_F16) { // joined first: one conversion of 16
+                w[p] = _mm512_cvtph_ps(_mm256_loadu2_m128i((const __m128i *)(const void *)b,
+                                                           (const __m128i *)(const void *)a));
+            } else {
+                w[p] = _mm512_insertf32x8(_mm512_castps256_ps512(rocq__v8_load_float(format, a)),
+                                          rocq__v8_load_float(format, b), 1);
+            }
+            if (new_line) {
+                ROCQ__FETCH(a, rows->ahead);
+                ROCQ__FETCH(b, rows->ahead);
+            }
+        }
         ROCQ__UNROLL
         for (int c = 0; c < n_columns; c++) {
-            const __m512 v = _mm512_broadcast_f32x8(_mm256_loadu_ps(x[c] + i));
+            const float *eight = x + c * column_floats + i;
+            const __m512 v = _mm512_broadcast_f32x8(_mm256_loadu_ps(eight));
             ROCQ__UNROLL
             for (int p = 0; p < 4; p++) s[c][p] = _mm512_fmadd_ps(w[p], v, s[c][p]);
         }
     }
     ROCQ__UNROLL
-    for (int i = 0; i < 2 * n_columns; i++) { // rows 0 to 3, and 4 to 7, of a column
-        const __m512 a = s[i / 2][i % 2 * 2], b = s[i / 2][i % 2 * 2 + 1];
-        rocq__v8_sum4(out[i / 2] + i % 2 * 4, _mm512_castps512_ps256(a),
-                      _mm512_extractf32x8_ps(a, 1), _mm512_castps512_ps256(b),
-                      _mm512_extractf32x8_ps(b, 1));
-    }
-}
-
-// With 6 columns and 8 rows, 24 of 32 registers are sums, and ten loads feed 24 multiplications.
-ROCQ__TARGET_AVX512 static void rocq__dot_panel_6(float (*out)[ROCQ__MM_ROWS], const float *panel,
-                                                  int64_t k, const float *const *column) {
-    rocq__dot_panel(out, panel, k, column, 6);
-}
-
-ROCQ__TARGET_AVX512 static void rocq__dot_panel_4(float (*out)[ROCQ__MM_ROWS], const float *panel,
-                                                  int64_t k, const float *const *column) {
-    rocq__dot_panel(out, panel, k, column, 4);
-}
-
-// Multiplies the next six or four of `left` columns, and returns how many of them count. column has
-// six addresses.
-static int64_t rocq__dot_panel_some(float (*out)[ROCQ__MM_ROWS], const float *panel, int64_t k,
-                                    const float *const *column, int64_t left) {
-    const bool six = left > 8 || left == 6 || left == 5; // 8 are four and four
-    if (six) rocq__dot_panel_6(out, panel, k, column);
-    else rocq__dot_panel_4(out, panel, k, column);
-    return ROCQ__MIN(left, six ? 6 : 4);
-}
-
-static void rocq__dot_panel_avx512(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
-                                   int64_t k, const float *x, int64_t column_floats, int64_t n) {
-    const float *panel = (const float *)(const void *)rows->at[0];
-    for (int64_t c = 0, some; c < n; c += some) {
-        const float *column[6]; // past the last one, the last one again
-        float out[6][ROCQ__MM_ROWS];
-        for (int64_t j = 0; j < 6; j++) column[j] = x + ROCQ__MIN(c + j, n - 1) * column_floats;
-        some = rocq__dot_panel_some(out, panel, k, column, n - c);
-        for (int64_t j = 0; j < some; j++) {
-            for (int r = 0; r < ROCQ__MM_ROWS; r++) sums[c + j][r] += out[j][r];
+    for (int c = 0; c < n_columns; c++) {
+        rocq__v8 of_row[ROCQ__MM_ROWS];
+        ROCQ__UNROLL
+        for (int p = 0; p < 4; p++) {
+            of_row[2 * p] = _mm512_castps512_ps256(s[c][p]);
+            of_row[2 * p + 1] = _mm512_extractf32x8_ps(s[c][p], 1);
         }
+        rocq__v8_store(sums[c], rocq__v8_add(rocq__v8_load(sums[c]), rocq__v8_sum8(of_row)));
     }
 }
+
+#define ROCQ__DOT_ROWS(...) rocq__dot_panel(__VA_ARGS__, false)
+#define ROCQ__DOT_EIGHTS(...) rocq__dot_panel(__VA_ARGS__, true)
+ROCQ__DOT_FLOAT(f32_avx512, F32, ROCQ__TARGET_AVX512, ROCQ__DOT_ROWS, 6)
+ROCQ__DOT_FLOAT(f16_avx512, F16, ROCQ__TARGET_AVX512, ROCQ__DOT_ROWS, 6)
+ROCQ__DOT_FLOAT(bf16_avx512, BF16, ROCQ__TARGET_AVX512, ROCQ__DOT_ROWS, 6)
+ROCQ__DOT_FLOAT(panel_avx512, F32, ROCQ__TARGET_AVX512, ROCQ__DOT_EIGHTS, 6)
+#undef ROCQ__DOT_ROWS
+#undef ROCQ__DOT_EIGHTS
 
 // Decodes k elements of a row to dst, its place in such a panel, and pads them to a multiple of
 // eight. ahead: as in rocq__mm_rows.
@@ -10676,11 +10669,11 @@ ROCQ__SIMD static void rocq__decode_eights(float *dst, rocq_format format,
     for (int64_t i = 0; i < k; i += 8, dst += 8 * ROCQ__MM_ROWS) {
         const unsigned char *at = src + i * bytes;
         if (ahead && i * bytes % 64 == 0) ROCQ__FETCH(at, ahead);
-        rocq__v8_store(dst, format == ROCQ_F32   ? rocq__v8_load((const float *)(const void *)at)
-                            : format == ROCQ_F16 ? rocq__v8_from_f16(at)
-                                                 : rocq__v8_from_bf16(at));
+        rocq__v8_store(dst, rocq__v8_load_float(format, at));
     }
 }
+#endif
+#undef ROCQ__DOT_FLOAT
 #endif
 
 // -- panels --
@@ -11726,59 +11719,95 @@ ROCQ__WIDE void rocq__end_group_avx512(rocq__wide_sink *to, __m512i dot, __m512 
     to->sum = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dot), to->sum);
 }
 
-// One block of each of the 16 rows.
-#define ROCQ__BLOCK_AVX512(name) \
-    ROCQ__WIDE void rocq__block_##name##_avx512(rocq__wide_sink *to, rocq__sixteen rows)
+// Bytes 4 i to 4 i + 3 of each row are lane i. Takes fours of lanes: those that begin with a lane
+// from `first` to `end` - 1. The last four overlap those before it if n_lanes, all that the rows
+// have, is not a multiple of four. All of these are constants where this is inlined.
+ROCQ__WIDE void rocq__take_lanes_avx512(__m512i *v, rocq__sixteen rows, const int first,
+                                        const int end, const int n_lanes) {
+    ROCQ__UNROLL
+    for (int i = 0; i < n_lanes; i += 4) {
+        const int lane = ROCQ__MIN(i, n_lanes - 4);
+        if (first <= i && i < end) rocq__take_rows_avx512(v + lane, rows, 4 * lane);
+    }
+}
 
-// Interleaved, one block. Else two blocks, of 36 bytes a row; the codes of the second fill whole
+// n blocks of each of the 16 rows; n is a constant.
+#define ROCQ__BLOCK_AVX512(name) \
+    ROCQ__WIDE void rocq__block_##name##_avx512(rocq__wide_sink *to, rocq__sixteen rows, \
+                                                const int n)
+
+// Interleaved, one block. Else pairs of blocks, of nine lanes. The codes of the second fill whole
 // lanes; those of the first one begin in the middle of a lane: codes 0 and 1 share a lane with its
 // own scale, codes 14 and 15 one with the scale of the second block. The bytes of a scale are set
-// to 0 there, so that what x has in their place adds nothing.
+// to 0 there, so that what x has in their place adds nothing. Four blocks take five loads of a row
+// where two take three.
 ROCQ__BLOCK_AVX512(q4_0) {
-    __m512i a[4], b[4], tail[4];
+    __m512i lanes[18];
     if (rows.interleaved) {
         __m512i sum = _mm512_set1_epi32(-to->x_groups[0].offset);
-        rocq__take_rows_avx512(a, rows, 2);
+        rocq__take_rows_avx512(lanes, rows, 2);
         ROCQ__UNROLL
         for (int j = 0; j < 8; j++) {
-            const __m512i w = rocq__bits_avx512(a[j % 4], j / 4 * 4, 15);
+            const __m512i w = rocq__bits_avx512(lanes[j % 4], j / 4 * 4, 15);
             sum = rocq__dot_4_avx512(sum, w, to->x + 4 * j);
         }
         rocq__end_group_avx512(to, sum, rocq__first_halves_avx512(rows), 0);
         return;
     }
-    rocq__take_rows_avx512(a, rows, 0);     // d, codes 0 to 13
-    rocq__take_rows_avx512(tail, rows, 16); // codes 14 and 15, d of the second block
-    rocq__take_rows_avx512(b, rows, 20);
-    const __m512 d[2] = {rocq__halves_avx512(a[0]),
-                         rocq__halves_avx512(_mm512_srli_epi32(tail[0], 16))};
     const __m512i two = _mm512_set1_epi32(0x0f0f);
-    __m512i dot[2];
     ROCQ__UNROLL
-    for (int i = 0; i < 2; i++) dot[i] = _mm512_set1_epi32(-to->x_groups[i].offset);
-    ROCQ__UNROLL
-    for (int i = 0; i < 2; i++) { // the low, then the high halves of the bytes
-        const int8_t *x = to->x + 16 * i;
-        const unsigned shift = 4 * (unsigned)i;
-        const __m512i first = _mm512_and_si512(_mm512_srli_epi32(a[0], 16 + shift), two);
-        const __m512i last = _mm512_and_si512(_mm512_srli_epi32(tail[0], shift), two);
-        dot[0] = rocq__dot_4_avx512(dot[0], first, x);
+    for (int p = 0; p < n / 2; p++) {
+        rocq__take_lanes_avx512(lanes, rows, 9 * p, 9 * p + 9, 9 * n / 2);
+        const __m512i *v = lanes + 9 * p;
+        const __m512 d[2] = {rocq__halves_avx512(v[0]),
+                             rocq__halves_avx512(_mm512_srli_epi32(v[4], 16))};
+        __m512i dot[2];
         ROCQ__UNROLL
-        for (int j = 0; j < 4; j++) {
-            const __m512i w = rocq__bits_avx512(b[j], 4 * i, 15);
-            dot[1] = rocq__dot_4_avx512(dot[1], w, x + 32 + 4 * j);
-            if (j == 3) break;
-            const __m512i v = rocq__bits_avx512(a[j + 1], 4 * i, 15);
-            dot[0] = rocq__dot_4_avx512(dot[0], v, x + 2 + 4 * j);
+        for (int i = 0; i < 2; i++) dot[i] = _mm512_set1_epi32(-to->x_groups[2 * p + i].offset);
+        ROCQ__UNROLL
+        for (int i = 0; i < 2; i++) { // the low, then the high halves of the bytes
+            const int8_t *x = to->x + 64 * p + 16 * i;
+            const unsigned shift = 4 * (unsigned)i;
+            const __m512i head = _mm512_and_si512(_mm512_srli_epi32(v[0], 16 + shift), two);
+            const __m512i tail = _mm512_and_si512(_mm512_srli_epi32(v[4], shift), two);
+            dot[0] = rocq__dot_4_avx512(dot[0], head, x);
+            ROCQ__UNROLL
+            for (int j = 0; j < 4; j++) {
+                const __m512i w = rocq__bits_avx512(v[5 + j], 4 * i, 15);
+                dot[1] = rocq__dot_4_avx512(dot[1], w, x + 32 + 4 * j);
+                if (j == 3) break;
+                const __m512i u = rocq__bits_avx512(v[1 + j], 4 * i, 15);
+                dot[0] = rocq__dot_4_avx512(dot[0], u, x + 2 + 4 * j);
+            }
+            dot[0] = rocq__dot_4_avx512(dot[0], tail, x + 14);
         }
-        dot[0] = rocq__dot_4_avx512(dot[0], last, x + 14);
+        ROCQ__UNROLL
+        for (int i = 0; i < 2; i++) rocq__end_group_avx512(to, dot[i], d[i], 2 * p + i);
     }
+}
+
+// A block is five lanes, so four blocks fill five loads of a row.
+ROCQ__BLOCK_AVX512(q4_1) {
+    __m512i lanes[20];
     ROCQ__UNROLL
-    for (int i = 0; i < 2; i++) rocq__end_group_avx512(to, dot[i], d[i], i);
+    for (int b = 0; b < n; b++) {
+        rocq__take_lanes_avx512(lanes, rows, 5 * b, 5 * b + 5, 5 * n);
+        const __m512i *v = lanes + 5 * b;
+        __m512i dot = _mm512_setzero_si512();
+        ROCQ__UNROLL
+        for (int j = 0; j < 8; j++) {
+            const __m512i w = rocq__bits_avx512(v[1 + j % 4], j / 4 * 4, 15);
+            dot = rocq__dot_4_avx512(dot, w, to->x + 32 * b + 4 * j);
+        }
+        const __m512 m = rocq__halves_avx512(_mm512_srli_epi32(v[0], 16));
+        rocq__end_group_avx512(to, dot, rocq__halves_avx512(v[0]), b);
+        to->sum = _mm512_fmadd_ps(m, _mm512_set1_ps(to->x_groups[b].sum), to->sum);
+    }
 }
 
 // Only of interleaved rows: of others, rocq__dot_rows_avx2 takes fewer shuffles.
 ROCQ__BLOCK_AVX512(q8_0) {
+    (void)n;
     __m512i sum = _mm512_set1_epi32(-to->x_groups[0].offset), q[8];
     rocq__take_rows_avx512(q, rows, 2);
     rocq__take_rows_avx512(q + 4, rows, 18);
@@ -11837,12 +11866,13 @@ ROCQ__WIDE void rocq__block_k_avx512(rocq__wide_sink *to, rocq__sixteen rows, co
     }
 }
 
-ROCQ__BLOCK_AVX512(q4_K) { rocq__block_k_avx512(to, rows, false); }
-ROCQ__BLOCK_AVX512(q5_K) { rocq__block_k_avx512(to, rows, true); }
+ROCQ__BLOCK_AVX512(q4_K) { (void)n, rocq__block_k_avx512(to, rows, false); }
+ROCQ__BLOCK_AVX512(q5_K) { (void)n, rocq__block_k_avx512(to, rows, true); }
 
 ROCQ__BLOCK_AVX512(q6_K) {
     __m512i a[4], b[4], high[4], s[4];
     const __m512 d = rocq__last_halves_avx512(rows);
+    (void)n;
     rocq__take_rows_avx512(s, rows, 192);
     for (int i = 0; i < 4; i++) s[i] = _mm512_xor_si512(s[i], _mm512_set1_epi8(-128));
     ROCQ__UNROLL_PARTS
@@ -11937,25 +11967,27 @@ ROCQ__BLOCK_AVX512(q6_K) {
     X(Q4_0, q4_0, 8, 8)       \
     X(Q8_0, q8_0, 0, 0)
 
-// The formats with a pass of 64-byte vectors for rows in the file's layout, and how many blocks it
-// takes at a time.
+// The formats with a pass of 64-byte vectors for rows in the file's layout: how many blocks it
+// takes at a time, and how many at the end of a row, where fewer than that are left.
 #define ROCQ__MM_WIDE(X) \
-    X(Q4_0, q4_0, 2)     \
-    X(Q4_K, q4_K, 1)     \
-    X(Q5_K, q5_K, 1)     \
-    X(Q6_K, q6_K, 1)
+    X(Q4_0, q4_0, 4, 2)  \
+    X(Q4_1, q4_1, 4, 1)  \
+    X(Q4_K, q4_K, 1, 1)  \
+    X(Q5_K, q5_K, 1, 1)  \
+    X(Q6_K, q6_K, 1, 1)
 
-// Prefetches the block `at` bytes into each of n_rows rows, unless a small block before it has
-// prefetched the same cache line. The rows of a pair of panels are a stride apart.
+// Prefetches `bytes` bytes, `at` bytes into each of n_rows rows: of every 64, once, however many
+// blocks they hold. The rows of a pair of panels are a stride apart.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm_rows *rows,
                                                                   int64_t at, const int64_t bytes,
                                                                   const int n_rows) {
-    if (bytes <= 64 && (at & 63) >= bytes) return;
-    ROCQ__UNROLL
-    for (int r = 0; r < n_rows; r++) {
-        const unsigned char *row =
-            n_rows == ROCQ__MM_ROWS ? rows->at[r] : rows->at[0] + r * rows->stride;
-        for (int64_t i = 0; i < bytes; i += 64) ROCQ__FETCH(row + i, at);
+    for (int64_t i = -at & 63; i < bytes; i += 64) {
+        ROCQ__UNROLL
+        for (int r = 0; r < n_rows; r++) {
+            const unsigned char *row =
+                n_rows == ROCQ__MM_ROWS ? rows->at[r] : rows->at[0] + r * rows->stride;
+            ROCQ__FETCH(row + i, at);
+        }
     }
 }
 
@@ -12026,7 +12058,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     }
 }
 
-typedef void (*rocq__block_avx512)(rocq__wide_sink *to, rocq__sixteen rows);
+typedef void (*rocq__block_avx512)(rocq__wide_sink *to, rocq__sixteen rows, const int n);
 
 ROCQ__WIDE rocq__sixteen rocq__sixteen_at(const rocq__mm_rows *rows, int64_t at,
                                          const bool interleaved) {
@@ -12035,18 +12067,27 @@ ROCQ__WIDE rocq__sixteen rocq__sixteen_at(const rocq__mm_rows *rows, int64_t at,
     return wide;
 }
 
+// Blocks [*b, n_blocks) of 16 rows, n at a time while so many are left.
+ROCQ__WIDE void rocq__pass_blocks_avx512(rocq__wide_sink *to, const rocq__mm_rows *rows,
+                                         rocq__block_avx512 block, const rocq__codec *codec,
+                                         const int n, int64_t *b) {
+    const int64_t bytes = codec->info.block_bytes;
+    for (; *b + n <= rows->n_blocks; *b += n) {
+        rocq__fetch_next(rows, *b * bytes, n * bytes, ROCQ__MM_PAIR);
+        block(to, rocq__sixteen_at(rows, *b * bytes, false), n);
+        to->x += n * codec->info.block_elems;
+        to->x_groups += n * codec->info.block_elems / codec->group;
+    }
+}
+
 ROCQ__WIDE void rocq__pass_avx512(float *sums, const rocq__mm_tile *tile,
                                   const rocq__mm_rows *rows, rocq__block_avx512 block,
-                                  const rocq__codec *codec, const int at_once) {
-    const int64_t bytes = at_once * codec->info.block_bytes;
+                                  const rocq__codec *codec, const int at_once, const int last) {
     rocq__wide_sink to = {rocq__tile_codes(tile, 0), rocq__tile_groups(tile, 0),
                           _mm512_setzero_ps()};
-    for (int64_t at = 0; at < rows->n_blocks * codec->info.block_bytes; at += bytes) {
-        rocq__fetch_next(rows, at, bytes, ROCQ__MM_PAIR);
-        block(&to, rocq__sixteen_at(rows, at, false));
-        to.x += at_once * codec->info.block_elems;
-        to.x_groups += at_once * codec->info.block_elems / codec->group;
-    }
+    int64_t b = 0;
+    rocq__pass_blocks_avx512(&to, rows, block, codec, at_once, &b);
+    if (last < at_once) rocq__pass_blocks_avx512(&to, rows, block, codec, last, &b);
     _mm512_storeu_ps(sums, to.sum);
 }
 
@@ -12063,7 +12104,7 @@ ROCQ__WIDE void rocq__pass_interleaved_avx512(float *sums, const rocq__mm_tile *
         for (int32_t i = 0; i < rows->n_streams; i++) {
             const rocq__sixteen from = {rows->at[i] + b * bytes, 0, rows->ahead, true};
             to.sum = sum[i];
-            block(&to, from);
+            block(&to, from, 1);
             sum[i] = to.sum;
         }
         to.x += codec->info.block_elems;
@@ -12249,11 +12290,11 @@ ROCQ__MM_FILL(ROCQ__X)
 ROCQ__MM_FILL_VNNI(ROCQ__X)
 #undef ROCQ__PASS
 #undef ROCQ__X
-#define ROCQ__X(NAME, name, at_once)                                                          \
+#define ROCQ__X(NAME, name, at_once, last)                                                    \
     ROCQ__TARGET_AVX512 static void rocq__pass_##name##_avx512(                               \
         float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                  \
         rocq__pass_avx512(sums, tile, rows, rocq__block_##name##_avx512, &rocq__codec_##name, \
-                          at_once);                                                           \
+                          at_once, last);                                                     \
     }
 ROCQ__MM_WIDE(ROCQ__X)
 #undef ROCQ__X
@@ -12398,10 +12439,10 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     default: break;
     }
     switch (mm->w->format) {
-#define ROCQ__X(NAME, name, at_once)                                                  \
-    case ROCQ_##NAME:                                                                 \
-        if (!mm->avx512 || mm->w->ne[0] % (at_once * codec->info.block_elems)) break; \
-        mm->wide_pass = rocq__pass_##name##_avx512;                                   \
+#define ROCQ__X(NAME, name, at_once, last)                                         \
+    case ROCQ_##NAME:                                                              \
+        if (!mm->avx512 || mm->w->ne[0] % (last * codec->info.block_elems)) break; \
+        mm->wide_pass = rocq__pass_##name##_avx512;                                \
         break;
         ROCQ__MM_WIDE(ROCQ__X)
 #undef ROCQ__X
