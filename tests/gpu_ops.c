@@ -572,9 +572,9 @@ static int32_t tile_splits(rocq_format w, rocq_precision path, int64_t m, int64_
 
 // More columns than a matvec takes: products of one format share a launch of tiles, and with K in
 // splits that of matmul_merge. All kinds of kernels, with two to four products, of which some have
-// no whole tile, and each with its own part of the epilogue. On a chip of few units, those share one
-// that do not have more tiles than units; and weights that are decoded to F16 first (NVFP4) have
-// launches of their own.
+// no whole tile, and each with its own part of the epilogue. On a chip of few units, as many share
+// a launch as there are units for their tiles; and weights that are decoded to F16 first (NVFP4)
+// have launches of their own.
 static void test_matmul_tiles_shared(void **state) {
     (void)state;
     static const struct {
