@@ -534,7 +534,7 @@ static void test_matmul_chain(void **state) {
                 p[i].w = &w[i].t;
                 p[i].x = &x.t;
                 p[i].next = i < 2 ? &p[i + 1] : NULL;
-                if (i > 0 && c % 2 == 0) { // adapters of the second and the third
+                if (i > 0 && c != 1) { // adapters of the second and the third
                     p[i].lora_b = &b.t;
                     p[i].lora_t = &t.t;
                     p[i].lora_scale = (float)i;
