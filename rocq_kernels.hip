@@ -95,7 +95,8 @@
 //                            of the table, byte i of y likewise for n >> 4
 //   e2m1_dot(n, low, high, plus, minus)     adds to plus - minus the products of the levels of E2M1
 //                            that n's low nibbles stand for with low's bytes, and of those of the
-//                            high nibbles with high's, where e2m1_order(low, high) came first
+//                            high nibbles with high's, where e2m1_order(low, high) came first. Not
+//                            where E2M1_SIGNS is 0
 //   exp2_fast log2_fast rcp_fast     to about 1 ulp, denormals may be 0
 //   copy_async(to, from, live)  copies a vector from global memory to LDS, or zeros if not live;
 //                            copy_async_part its first bytes, and zeros behind them. copies_close
@@ -285,6 +286,7 @@ DEV void e2m1_order(uint32_t &low, uint32_t &high) { // bytes in the order of th
     low = __byte_perm(x, high, 0x5140);
     high = __byte_perm(x, high, 0x7362);
 }
+enum { E2M1_SIGNS = 1 };
 // A selector's bit 3, which is a code's sign, makes 0 of a byte without a sign: so the instruction
 // finds the levels of one sign.
 DEV void e2m1_dot(uint32_t n, uint32_t low, uint32_t high, int &plus, int &minus) {
@@ -796,11 +798,9 @@ DEV u32x2 byte_levels(u32x4 table, uint32_t n) { // two look-ups of 8, and a cho
     }
     return u32x2{v[0], v[1]};
 }
+enum { E2M1_SIGNS = 0 }; // v_perm_b32 has no such bit: levels are looked up by byte_levels
 DEV void e2m1_order(uint32_t &, uint32_t &) {}
-DEV void e2m1_dot(uint32_t n, uint32_t low, uint32_t high, int &plus, int &) {
-    const u32x2 q = byte_levels(make4(0x03020100, 0x0c080604, 0xfdfeff00, 0xf4f8fafc), n);
-    plus = dot4((int)q.y, (int)high, dot4((int)q.x, (int)low, plus));
-}
+DEV void e2m1_dot(uint32_t, uint32_t, uint32_t, int &, int &) {}
 DEV float exp2_fast(float x) { return __builtin_amdgcn_exp2f(x); }
 DEV float log2_fast(float x) { return __builtin_amdgcn_logf(x); }
 DEV float rcp_fast(float x) { return __builtin_amdgcn_rcpf(x); }
@@ -2778,7 +2778,7 @@ struct matvec_x { // a unit of a column
 // Whether units of w keep their codes of E2M1 as they are stored, four words, for e2m1_dot: for one
 // column, as it does not find the levels once for all columns.
 template <int F, int N> DEV constexpr bool is_e2m1() {
-    return N == 1 && (F == ROCQ_MXFP4 || F == ROCQ_NVFP4);
+    return E2M1_SIGNS && N == 1 && (F == ROCQ_MXFP4 || F == ROCQ_NVFP4);
 }
 // The word of x that meets the low nibbles of word i. That of the high ones is two words later in
 // NVFP4, four in MXFP4.

@@ -1041,6 +1041,7 @@ DEV u32x2 byte_levels(u32x4 table, uint32_t n) {
 
 // The hardware's have no denormals on either side.
 DEV float simt_flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+enum { E2M1_SIGNS = 1 };
 DEV void e2m1_order(uint32_t &, uint32_t &) {}
 DEV void e2m1_dot(uint32_t n, uint32_t low, uint32_t high, int &plus, int &) {
     const u32x2 q = byte_levels(make4(0x03020100, 0x0c080604, 0xfdfeff00, 0xf4f8fafc), n);
