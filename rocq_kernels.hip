@@ -4468,7 +4468,9 @@ struct matmul_place {
 };
 // The product that a block belongs to, and the block's number among those of this product. What all
 // products of a launch share (x, N, K) the kernels of Hopper read from product 0, whose place among
-// the args the compiler knows: else it loads them anew in each step (128 x 128: 10% slower).
+// the args the compiler knows; else it loads them anew in each step (128 x 128: 10% slower). For the
+// same reason epilogues begin with a copy of the product: a compiler does not load before a loop
+// what the loop reads behind a condition, unless it knows that this memory is there.
 struct matmul_block {
     int product;
     uint32_t index;
@@ -4637,8 +4639,9 @@ KERNEL(matmul_merge, rocq_k_matmul_args, 256) { matmul_merge(a); }
 // free of bank conflicts. It has barriers: all waves must call it.
 template <int TM> DEV constexpr int matmul_pass_floats() { return 16 * (16 * TM + 2); }
 template <int TM, int TN>
-DEV void matmul_finish(const rocq_k_matmul_product &a, const matmul_place &at,
+DEV void matmul_finish(const rocq_k_matmul_product &product, const matmul_place &at,
                        const frag_c (&c)[TM][TN], float *work, int64_t m0, int64_t n0) {
+    const rocq_k_matmul_product a = product; // see matmul_block
     const int stride = 16 * TM + 2;
     work += matmul_wave() * matmul_pass_floats<TM>();
 #pragma unroll 1
@@ -6069,8 +6072,9 @@ DEV void matmul_multiply_f32(float (&c)[8][8], const float *w, const float *x, i
 enum { MATMUL_F32_STRIDE = ROCQ_K_MATMUL_M + 4 }; // of LDS, in floats
 
 // Stores a thread's sums, by way of LDS, in which each pass has 16 columns of the tile.
-DEV void matmul_f32_finish(const rocq_k_matmul_product &a, const matmul_place &at,
+DEV void matmul_f32_finish(const rocq_k_matmul_product &product, const matmul_place &at,
                            const float (&c)[8][8], float *work, int tm, int tn) {
+    const rocq_k_matmul_product a = product; // see matmul_block
     enum { STRIDE = MATMUL_F32_STRIDE };
     const int wave = matmul_wave();
 #pragma unroll 1
