@@ -4469,8 +4469,8 @@ struct matmul_place {
 // The product that a block belongs to, and the block's number among those of this product. What all
 // products of a launch share (x, N, K) the kernels of Hopper read from product 0, whose place among
 // the args nvcc knows; else it loads them anew in each step (tiles of 128 x 128: 10% slower). For
-// the same reason epilogues begin with a copy of the product: clang does not load before a loop what
-// the loop reads behind a condition, unless it knows that this memory is there.
+// the same reason epilogues begin with a copy of the product: clang does not load before a loop
+// what the loop reads behind a condition, unless it knows that this memory is there.
 struct matmul_block {
     int product;
     uint32_t index;
