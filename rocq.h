@@ -2803,7 +2803,7 @@ enum {
     ROCQ_K_MATVEC_ROWS = 4,   // rows of w that a wave works on at once
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
     ROCQ_K_MATVEC_LOW_THREADS = 288, // of a block with `low`: a wave more
-    ROCQ_K_PRODUCTS = 4, // most products of the same x in one launch
+    ROCQ_K_PRODUCTS = 4,      // most products of the same x in one launch
     ROCQ_K_MATVEC_LOW = 1024,   // most rows of product 0 of a launch with `low`
     ROCQ_K_LOW_TURN = 32,       // words ahead of the two sets: the first one tells launches apart,
                                 // the others keep the sets in cache lines of their own
@@ -3081,8 +3081,8 @@ typedef struct rocq_k_matvec_args {
     int32_t k_step;     // ROCQ_K_WAVE k_waves: a lane takes each k_step-th unit of a row (planar)
                         // or each k_step-th 16 bytes or element (plain). With low that of product
                         // 0, which then has k_waves of its own; k_shift is of the others
-    uint32_t block_begin[ROCQ_K_PRODUCTS]; // first block of each product, of the first one
-                                                  // 0, and UINT32_MAX where there is none
+    uint32_t block_begin[ROCQ_K_PRODUCTS]; // first block of each product, of the first one 0, and
+                                           // UINT32_MAX where there is none
     rocq_k_matvec_product product[ROCQ_K_PRODUCTS];
     struct {                 // of row: what x goes through before the product
         int32_t norm;        // x / sqrt(sum x^2 / K + eps), times weight if that is not NULL
@@ -3238,8 +3238,7 @@ typedef struct rocq_k_matmul_product {
 
 typedef struct rocq_k_matmul_args {
     rocq_k_common common;
-    uint32_t block_begin[ROCQ_K_PRODUCTS]; // first block of each product, of the first one 0, of
-                                           // those that do not exist UINT32_MAX
+    uint32_t block_begin[ROCQ_K_PRODUCTS]; // as of a matvec
     rocq_k_experts_tiles experts;          // of matmul_experts, which has one product
     rocq_k_matmul_product product[ROCQ_K_PRODUCTS];
 } rocq_k_matmul_args;
@@ -20612,7 +20611,8 @@ static void rocq__product_tile_args(const rocq__product *g, const rocq_tensor *w
     args->w_batch2 = (int32_t)w->ne[2];
 }
 
-// Launches products as one grid of tiles, in which z counts the matrices of a batch.
+// Launches n_products products as one grid of t's tiles, in which z counts the matrices of a batch.
+// Sets what depends on the tiles: where each product's blocks begin, and how many tiles it has.
 static void rocq__product_grid(rocq__job *job, const rocq__tiles *t, int32_t n_products,
                                int64_t n_matrices, rocq_k_matmul_args *args) {
     int64_t blocks = 0;
