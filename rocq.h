@@ -3220,27 +3220,28 @@ typedef struct rocq_k_experts_tiles {
 // matmul_merge follows, with tiles_m and tiles_n of ROCQ_K_MERGE_M rows by ROCQ_K_MERGE_N columns.
 // matmul_halves writes all of w to work in F16, 256 units a block.
 typedef struct rocq_k_matmul_product {
+    const void *w;   // planar, or plain for F32 F16 BF16: all of w's batches
+    int64_t w_units; // of the whole tensor
     float *work;
-    const void *w;         // planar, or plain for F32 F16 BF16: all of w's batches
-    int64_t w_units;       // of the whole tensor
-    const void *x;         // F16: F16 [K, N] rows x_stride apart; INT8: planar Q8_0; F32: floats
-    int64_t x_units;       // of the whole planar x
-    int64_t x_stride;      // elements from column to column
     rocq_k_epilogue epilogue;
-    int64_t m, n, k;
-    int32_t tiles_m, tiles_n;
-    int32_t n_splits;
+    int64_t m;
+    int32_t tiles_m;
     int32_t format;
-    int32_t batch2, run2, run3; // batch z of x: i2 = z % batch2, i3 = z / batch2. Its matrix of w
-                                // is i2 / run2 + w_batch2 (i3 / run3)
-    int32_t w_batch2;
 } rocq_k_matmul_product;
 
 typedef struct rocq_k_matmul_args {
     rocq_k_common common;
     uint32_t block_begin[ROCQ_K_PRODUCTS]; // as of a matvec
-    rocq_k_experts_tiles experts;          // of matmul_experts, which has one product
+    const void *x;    // F16: F16 [K, N] rows x_stride apart; INT8: planar Q8_0; F32: floats
+    int64_t x_units;  // of the whole planar x
+    int64_t x_stride; // elements from column to column
+    int64_t n, k;
+    int32_t tiles_n, n_splits;
+    int32_t batch2, run2, run3; // batch z of x: i2 = z % batch2, i3 = z / batch2. Its matrix of w
+                                // is i2 / run2 + w_batch2 (i3 / run3)
+    int32_t w_batch2;
     rocq_k_matmul_product product[ROCQ_K_PRODUCTS];
+    rocq_k_experts_tiles experts; // of matmul_experts, which has one product
 } rocq_k_matmul_args;
 
 // Columns of work: (query i, head h of a KV head's group), column i group + h. attention_decode
@@ -20592,23 +20593,32 @@ static rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__product *g, 
     return sum;
 }
 
-// Sets all of *args that does not depend on the tiles. w is g->w or its F16 copy.
-static void rocq__product_tile_args(const rocq__product *g, const rocq_tensor *w,
-                                    const rocq_tensor *x, rocq_k_matmul_product *args) {
-    args->w = rocq__device_data(w);
-    args->w_units = rocq_tensor_count(w) / 32;
-    args->x = rocq__device_data(x);
-    args->x_units = rocq_tensor_count(x) / 32;
-    args->x_stride = x->stride[1];
-    args->epilogue = rocq__k_epilogue(g);
-    args->m = w->ne[1];
-    args->n = x->ne[1];
-    args->k = x->ne[0];
-    args->format = (int32_t)w->format;
-    args->batch2 = (int32_t)x->ne[2];
-    args->run2 = (int32_t)(x->ne[2] / w->ne[2]);
-    args->run3 = (int32_t)(x->ne[3] / w->ne[3]);
-    args->w_batch2 = (int32_t)w->ne[2];
+// The args of products with this x. w has the batches of every product's.
+static rocq_k_matmul_args rocq__tile_args(const rocq_tensor *w, const rocq_tensor *x) {
+    rocq_k_matmul_args args;
+    memset(&args, 0, sizeof args);
+    args.x = rocq__device_data(x);
+    args.x_units = rocq_tensor_count(x) / 32;
+    args.x_stride = x->stride[1];
+    args.n = x->ne[1];
+    args.k = x->ne[0];
+    args.batch2 = (int32_t)x->ne[2];
+    args.run2 = (int32_t)(x->ne[2] / w->ne[2]);
+    args.run3 = (int32_t)(x->ne[3] / w->ne[3]);
+    args.w_batch2 = (int32_t)w->ne[2];
+    return args;
+}
+
+// A product of such args, but for what depends on the tiles. w is g->w or its F16 copy.
+static rocq_k_matmul_product rocq__tile_product(const rocq__product *g, const rocq_tensor *w) {
+    rocq_k_matmul_product product;
+    memset(&product, 0, sizeof product);
+    product.w = rocq__device_data(w);
+    product.w_units = rocq_tensor_count(w) / 32;
+    product.epilogue = rocq__k_epilogue(g);
+    product.m = w->ne[1];
+    product.format = (int32_t)w->format;
+    return product;
 }
 
 // Launches n_products products as one grid of t's tiles, in which z counts the matrices of a batch.
@@ -20616,12 +20626,12 @@ static void rocq__product_tile_args(const rocq__product *g, const rocq_tensor *w
 static void rocq__product_grid(rocq__job *job, const rocq__tiles *t, int32_t n_products,
                                int64_t n_matrices, rocq_k_matmul_args *args) {
     int64_t blocks = 0;
+    args->tiles_n = (int32_t)((args->n + t->n - 1) / t->n);
     for (int32_t i = 0; i < ROCQ_K_PRODUCTS; i++) {
         rocq_k_matmul_product *p = &args->product[i];
         args->block_begin[i] = i < n_products ? (uint32_t)blocks : UINT32_MAX;
         p->tiles_m = (int32_t)((p->m + t->m - 1) / t->m);
-        p->tiles_n = (int32_t)((p->n + t->n - 1) / t->n);
-        blocks += (int64_t)p->tiles_m * p->tiles_n * t->n_splits;
+        blocks += (int64_t)p->tiles_m * args->tiles_n * t->n_splits;
     }
     rocq__job_launch(job, t->kernel, blocks, n_matrices, t->threads, args);
 }
@@ -20669,12 +20679,11 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, int32_t 
     } else {
         t = rocq__tiles_plain(job->ctx, g->path, w->format, &site);
     }
-    rocq_k_matmul_args args;
-    memset(&args, 0, sizeof args);
+    rocq_k_matmul_args args = rocq__tile_args(w, x);
+    args.n_splits = t.n_splits;
     for (int32_t i = 0; i < n_products; i++) {
         rocq_k_matmul_product *p = &args.product[i];
-        rocq__product_tile_args(&g[i], i == 0 ? w : &g[i].w, x, p);
-        p->n_splits = t.n_splits;
+        *p = rocq__tile_product(&g[i], i == 0 ? w : &g[i].w);
         if (t.n_splits == 1) continue;
         const int64_t work_ne[4] = {p->m, t.n_splits, n, n_matrices};
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, work_ne, p->m);
@@ -22055,15 +22064,15 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     job->cost = cost;
     product->w = sort.weights.w;
     product->w_units = sort.weights.n_units;
-    product->x = sort.x;
-    product->x_stride = sort.x_stride;
     product->epilogue.y = sort.y;
     product->epilogue.bias = sort.bias;
     product->epilogue.activation = sort.activation;
     product->m = m;
-    product->n = g->n_pairs;
-    product->k = g->w.ne[0];
     product->format = (int32_t)g->w.format;
+    args.x = sort.x;
+    args.x_stride = sort.x_stride;
+    args.n = g->n_pairs;
+    args.k = g->w.ne[0];
     args.experts.pairs = sort.pairs;
     args.experts.tiles = sort.tiles;
     args.experts.w2 = sort.weights.w2;
@@ -22077,7 +22086,7 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     args.experts.alpha = sort.alpha;
     const int64_t tile_m = ROCQ_K_MATMUL_M / (sort.weights.w2 ? 2 : 1);
     product->tiles_m = (int32_t)((m + tile_m - 1) / tile_m);
-    product->tiles_n = (int32_t)n_tiles;
+    args.tiles_n = (int32_t)n_tiles;
     const int kernel = ROCQ_K_matmul_experts_f32_32 + 2 * rocq__k_format(g->w.format) +
                        (columns == 64 ? 1 : 0);
     rocq__job_launch(job, kernel, product->tiles_m * n_tiles, 1, 128, &args);

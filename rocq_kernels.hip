@@ -4466,32 +4466,32 @@ struct matmul_place {
     int32_t i2, i3;     // batch
     uint32_t split, begin, end; // the split of K, and its steps
 };
-// The product that a block belongs to, and the block's number among those of this product. What all
-// products of a launch share (x, N, K) the kernels of Hopper read from product 0, whose place among
-// the args nvcc knows; else it loads them anew in each step (tiles of 128 x 128: 10% slower). For
-// the same reason epilogues begin with a copy of the product: clang does not load before a loop
-// what the loop reads behind a condition, unless it knows that this memory is there.
+// The product that a block belongs to, and the block's number among those of this product.
+// Epilogues begin with a copy of the product: clang does not load before a loop what the loop reads
+// behind a condition, unless it knows that this memory is there, as it does not of a product whose
+// index is a variable.
 struct matmul_block {
     int product;
     uint32_t index;
 };
-DEV matmul_block matmul_block_of(const rocq_k_matmul_args &all) {
-    const uint32_t index = all.common.block0 + block_index();
+DEV matmul_block matmul_block_of(const rocq_k_matmul_args &a) {
+    const uint32_t index = a.common.block0 + block_index();
     uint32_t begin = 0;
     int product = 0;
 #pragma unroll
     for (int i = 1; i < ROCQ_K_PRODUCTS; i++) {
-        begin = index < all.block_begin[i] ? begin : all.block_begin[i];
-        product = index < all.block_begin[i] ? product : i;
+        begin = index < a.block_begin[i] ? begin : a.block_begin[i];
+        product = index < a.block_begin[i] ? product : i;
     }
     return matmul_block{product, index - begin};
 }
-DEV matmul_place matmul_place_of(const rocq_k_matmul_product &a, uint32_t block, int bm, int bn,
-                                 uint32_t n_steps) {
-    const uint32_t tiles_m = (uint32_t)a.tiles_m, tiles_n = (uint32_t)a.tiles_n;
+DEV matmul_place matmul_place_of(const rocq_k_matmul_args &a, const matmul_block &own, int bm,
+                                 int bn, uint32_t n_steps) {
+    const rocq_k_matmul_product &product = a.product[own.product];
+    const uint32_t tiles_m = (uint32_t)product.tiles_m, tiles_n = (uint32_t)a.tiles_n;
     const uint32_t n_splits = (uint32_t)a.n_splits, z = block_index_z();
-    const uint32_t split = block / (tiles_m * tiles_n);
-    const uint32_t tile = block - split * (tiles_m * tiles_n);
+    const uint32_t split = own.index / (tiles_m * tiles_n);
+    const uint32_t tile = own.index - split * (tiles_m * tiles_n);
     const uint32_t band = tile / (MATMUL_BAND * tiles_n);
     const uint32_t at = tile - band * (MATMUL_BAND * tiles_n), left = tiles_m - band * MATMUL_BAND;
     const uint32_t height = left < MATMUL_BAND ? left : MATMUL_BAND;
@@ -4503,7 +4503,7 @@ DEV matmul_place matmul_place_of(const rocq_k_matmul_product &a, uint32_t block,
     p.n0 = (int64_t)(at / height) * bn;
     p.i2 = (int32_t)(z % (uint32_t)a.batch2);
     p.i3 = (int32_t)(z / (uint32_t)a.batch2);
-    p.w_row = (p.i2 / a.run2 + (int64_t)(p.i3 / a.run3) * a.w_batch2) * a.m + p.m0;
+    p.w_row = (p.i2 / a.run2 + (int64_t)(p.i3 / a.run3) * a.w_batch2) * product.m + p.m0;
     p.x_column = z * a.n + p.n0;
     return p;
 }
@@ -4522,18 +4522,23 @@ template <int TM, int TN> DEV void matmul_clear(frag_c (&c)[TM][TN]) {
     }
 }
 
+template <int F> DEV planes<F> matmul_planes(const rocq_k_matmul_product &product) {
+    return planes_of<F>(product.w, product.w_units, product.format);
+}
+
 // Where work has the sums of a column's first split; those of the next split follow M floats
 // further on. The column is counted through all batches.
-DEV float *matmul_split_sums(const rocq_k_matmul_product &a, int64_t column) {
-    return a.work + column * a.n_splits * a.m;
+DEV float *matmul_split_sums(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
+                             int64_t column) {
+    return product.work + column * a.n_splits * product.m;
 }
 
 // One wave finishes column n of y, rows m0 to m0 + 32 R - 1. sum(m, r) returns the sum of row
 // m = m0 + 32 r + lane.
 template <int R, typename S>
-DEV void matmul_put_column(const rocq_k_matmul_product &a, const matmul_place &at, int64_t m0,
+DEV void matmul_put_column(const rocq_k_matmul_product &product, const matmul_place &at, int64_t m0,
                            int64_t n, S sum) {
-    const rocq_k_epilogue &from = a.epilogue;
+    const rocq_k_epilogue &from = product.epilogue;
     char *y = row_of(from.y, n, at.i2, at.i3);
     const char *gate = row_of(from.gate, n, at.i2, at.i3);
     const char *residual = row_of(from.residual, n, at.i2, at.i3);
@@ -4542,7 +4547,7 @@ DEV void matmul_put_column(const rocq_k_matmul_product &a, const matmul_place &a
 #pragma unroll 1
     for (int r = 0; r < R; r++) {
         const int64_t m = m0 + 32 * r + lane_index();
-        if (m >= a.m) return;
+        if (m >= product.m) return;
         const float x = epilogue_apply(
             e, sum(m, r), 1.0f, [&] { return gload(from.bias + m); },
             [&] { return get_float(from.gate.format, gate, m); },
@@ -4553,19 +4558,19 @@ DEV void matmul_put_column(const rocq_k_matmul_product &a, const matmul_place &a
 
 // The same with sums in LDS. Where K is split, they are stored in work for matmul_merge instead.
 template <int R>
-DEV void matmul_put_sums(const rocq_k_matmul_product &a, const matmul_place &at, const float *sums,
-                         int64_t m0, int64_t n) {
+DEV void matmul_put_sums(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
+                         const matmul_place &at, const float *sums, int64_t m0, int64_t n) {
     if (a.n_splits == 1) {
-        matmul_put_column<R>(a, at, m0, n, [=](int64_t, int r) {
+        matmul_put_column<R>(product, at, m0, n, [=](int64_t, int r) {
             return lget(sums + 32 * r + lane_index());
         });
         return;
     }
-    float *own = matmul_split_sums(a, at.x_column - at.n0 + n) + at.split * a.m;
+    float *own = matmul_split_sums(a, product, at.x_column - at.n0 + n) + at.split * product.m;
 #pragma unroll 1
     for (int r = 0; r < R; r++) {
         const int64_t m = m0 + 32 * r + lane_index();
-        if (m < a.m) gstore(own + m, lget(sums + 32 * r + lane_index()));
+        if (m < product.m) gstore(own + m, lget(sums + 32 * r + lane_index()));
     }
 }
 
@@ -4579,26 +4584,26 @@ DEV bool quads_are_wide(const rocq_k_tensor &t) {
 // of a column, so that whole cache lines are read and written, and a block of 256 threads 8
 // columns. No LDS. Bytes: the sums of every split once, from L2 or the Infinity Cache, which they
 // were just written to.
-DEV void matmul_merge(const rocq_k_matmul_args &all) {
+DEV void matmul_merge(const rocq_k_matmul_args &a) {
     enum { AHEAD = 4 };
-    const matmul_block block = matmul_block_of(all);
-    const rocq_k_matmul_product &a = all.product[block.product];
-    if (a.tiles_m == 0) return;
-    const rocq_k_epilogue &from = a.epilogue;
-    const matmul_place at = matmul_place_of(a, block.index, ROCQ_K_MERGE_M, ROCQ_K_MERGE_N, 1);
+    const matmul_block block = matmul_block_of(a);
+    const rocq_k_matmul_product &product = a.product[block.product];
+    if (product.tiles_m == 0) return;
+    const rocq_k_epilogue &from = product.epilogue;
+    const matmul_place at = matmul_place_of(a, block, ROCQ_K_MERGE_M, ROCQ_K_MERGE_N, 1);
     const int wave = matmul_wave();
     const int64_t n = at.n0 + wave, m = at.m0 + 4 * lane_index();
-    const int there = n < a.n ? quad_count(a.m, m) : 0;
+    const int there = n < a.n ? quad_count(product.m, m) : 0;
     if (there == 0) return;
-    const float *const splits = matmul_split_sums(a, at.x_column + wave);
-    const bool wide = (a.m & 3) == 0;
+    const float *const splits = matmul_split_sums(a, product, at.x_column + wave);
+    const bool wide = (product.m & 3) == 0;
     float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 1
     for (int first = 0; first < a.n_splits; first += AHEAD) {
         u32x4 sums[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            const char *const row = (const char *)(splits + (int64_t)(first + i) * a.m);
+            const char *const row = (const char *)(splits + (int64_t)(first + i) * product.m);
             const bool live = first + i < a.n_splits;
             sums[i] = make4(0, 0, 0, 0);
             if (live) sums[i] = quad_load(ROCQ_F32, wide, row, m, there);
@@ -4639,9 +4644,10 @@ KERNEL(matmul_merge, rocq_k_matmul_args, 256) { matmul_merge(a); }
 // free of bank conflicts. It has barriers: all waves must call it.
 template <int TM> DEV constexpr int matmul_pass_floats() { return 16 * (16 * TM + 2); }
 template <int TM, int TN>
-DEV void matmul_finish(const rocq_k_matmul_product &product, const matmul_place &at,
-                       const frag_c (&c)[TM][TN], float *work, int64_t m0, int64_t n0) {
-    const rocq_k_matmul_product a = product; // see matmul_block
+DEV void matmul_finish(const rocq_k_matmul_args &a, const matmul_block &block,
+                       const matmul_place &at, const frag_c (&c)[TM][TN], float *work, int64_t m0,
+                       int64_t n0) {
+    const rocq_k_matmul_product product = a.product[block.product]; // a copy, see matmul_block
     const int stride = 16 * TM + 2;
     work += matmul_wave() * matmul_pass_floats<TM>();
 #pragma unroll 1
@@ -4663,7 +4669,7 @@ DEV void matmul_finish(const rocq_k_matmul_product &product, const matmul_place 
         for (int column = 0; column < 16; column++) {
             const int64_t n = n0 + 16 * pass + column;
             if (n >= a.n) break;
-            matmul_put_sums<TM / 2>(a, at, work + column * stride, m0, n);
+            matmul_put_sums<TM / 2>(a, product, at, work + column * stride, m0, n);
         }
     }
 }
@@ -4683,11 +4689,11 @@ DEV experts_tile experts_tile_of(const rocq_k_experts_tiles &experts, uint32_t t
 DEV int experts_pair(const rocq_k_experts_tiles &experts, const experts_tile &own, int column) {
     return gload(experts.pairs + own.first + column);
 }
-DEV matmul_place experts_place_of(const rocq_k_matmul_product &a, uint32_t block,
+DEV matmul_place experts_place_of(const rocq_k_matmul_product &product, uint32_t block,
                                   const experts_tile &own, int64_t tile_m, uint32_t n_steps) {
     matmul_place p = {};
-    p.m0 = block % (uint32_t)a.tiles_m * tile_m;
-    p.w_row = own.slice * a.m + p.m0;
+    p.m0 = block % (uint32_t)product.tiles_m * tile_m;
+    p.w_row = own.slice * product.m + p.m0;
     p.end = n_steps;
     return p;
 }
@@ -4696,7 +4702,8 @@ DEV matmul_place experts_place_of(const rocq_k_matmul_product &a, uint32_t block
 // its matrix on. With split_rows, waves 0 and 1 have rows of w, and waves 2 and 3 the same rows of
 // w2: then waves i and i + 2 both read z and z2 of these rows from LDS, and share the columns.
 template <int TM, int TN>
-DEV void experts_finish(const rocq_k_matmul_product &a, const rocq_k_experts_tiles &experts,
+DEV void experts_finish(const rocq_k_matmul_product &product,
+                        const rocq_k_experts_tiles &experts,
                         const experts_tile &own, const frag_c (&c)[TM][TN], float *work,
                         bool split_rows, int64_t m0) {
     enum { STRIDE = 16 * TM + 2, PASS = matmul_pass_floats<TM>() };
@@ -4704,10 +4711,10 @@ DEV void experts_finish(const rocq_k_matmul_product &a, const rocq_k_experts_til
     const int wave = matmul_wave(), step = split_rows ? 2 : 1;
     const float *const z = work + (split_rows ? wave % 2 : wave) * PASS, *const z2 = z + 2 * PASS;
     const int64_t m = m0 + lane_index();
-    const float *const bias = a.epilogue.bias, *const bias2 = experts.bias2;
-    const float b = bias && m < a.m ? gload(bias + own.expert * experts.bias_stride + m) : 0.0f;
-    const float b2 =
-        bias2 && m < a.m ? gload(bias2 + own.expert * experts.bias2_stride + m) : 0.0f;
+    const float *const bias = product.epilogue.bias, *const bias2 = experts.bias2;
+    const bool there = m < product.m;
+    const float b = bias && there ? gload(bias + own.expert * experts.bias_stride + m) : 0.0f;
+    const float b2 = bias2 && there ? gload(bias2 + own.expert * experts.bias2_stride + m) : 0.0f;
 #pragma unroll 1
     for (int pass = 0; pass < TN; pass++) {
         block_sync_lds();
@@ -4727,14 +4734,14 @@ DEV void experts_finish(const rocq_k_matmul_product &a, const rocq_k_experts_til
 #pragma unroll 1
         for (int column = split_rows ? wave / 2 : 0; column < 16; column += step) {
             if (16 * pass + column >= own.n) break;
-            if (m >= a.m) continue;
+            if (!there) continue;
             const int pair = experts_pair(experts, own, 16 * pass + column);
             const int token = pair / experts.n_slots, slot = pair - token * experts.n_slots;
             const int at = column * STRIDE + lane_index();
-            const float v = experts_value(a.epilogue.activation, experts.limit, experts.alpha,
+            const float v = experts_value(product.epilogue.activation, experts.limit, experts.alpha,
                                           split_rows, lget(z + at) + b,
                                           split_rows ? lget(z2 + at) + b2 : 1.0f);
-            put_float(a.epilogue.y.format, row_of(a.epilogue.y, slot, token, 0), m, v);
+            put_float(product.epilogue.y.format, row_of(product.epilogue.y, slot, token, 0), m, v);
         }
     }
 }
@@ -4906,7 +4913,7 @@ DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n1
 // a block whose tile is empty leaves. With w2 rows 0 to 63 of the tile are of w and 64 to 127 of
 // w2, so that both products of a row meet in the epilogue, which takes z and z2 from the LDS of two
 // waves.
-template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_args &all) {
+template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     enum {
         BM = ROCQ_K_MATMUL_M, BK = MATMUL_F16_BK, ROW = MATMUL_F16_ROW, CHUNKS = MATMUL_F16_CHUNKS,
         WN = BN >= 64 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16, TN = WN / 16,
@@ -4916,19 +4923,19 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
     static_assert(16 * matmul_pass_floats<TM>() <= (int)sizeof(tile), "matmul_finish's work");
     f16 *const wt = (f16 *)tile, *const xt = wt + BM * ROW;
     const matmul_block block =
-        EXPERTS ? matmul_block{0, all.common.block0 + block_index()} : matmul_block_of(all);
-    const rocq_k_matmul_product &a = all.product[block.product];
-    const rocq_k_experts_tiles &experts = all.experts;
-    if (a.tiles_m == 0) return;
+        EXPERTS ? matmul_block{0, a.common.block0 + block_index()} : matmul_block_of(a);
+    const rocq_k_matmul_product &product = a.product[block.product];
+    const rocq_k_experts_tiles &experts = a.experts;
+    if (product.tiles_m == 0) return;
     const uint32_t k = (uint32_t)a.k;
     const bool split_rows = EXPERTS && experts.w2 != 0; // rows of w and of w2
     const int64_t tile_m = split_rows ? BM / 2 : BM;
     matmul_place at;
     experts_tile own = {0, 0, 0, 0, 0};
-    const void *all_w = a.w, *all_w2 = experts.w2;
-    int64_t w_units = a.w_units;
+    const void *all_w = product.w, *all_w2 = experts.w2;
+    int64_t w_units = product.w_units;
     if constexpr (EXPERTS) {
-        own = experts_tile_of(experts, block.index / (uint32_t)a.tiles_m);
+        own = experts_tile_of(experts, block.index / (uint32_t)product.tiles_m);
         if (own.n == 0) return;
         if (own.where != ROCQ_K_EXPERTS_W) {
             const rocq_k_experts_copies &other =
@@ -4937,9 +4944,9 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
             all_w2 = other.w2;
             w_units = other.n_units;
         }
-        at = experts_place_of(a, block.index, own, tile_m, (k + BK - 1) / BK);
+        at = experts_place_of(product, block.index, own, tile_m, (k + BK - 1) / BK);
     } else {
-        at = matmul_place_of(a, block.index, BM, BN, (k + BK - 1) / BK);
+        at = matmul_place_of(a, block, BM, BN, (k + BK - 1) / BK);
     }
     const int64_t n_columns = EXPERTS ? own.n : a.n;
     const int t = (int)thread_index(), wave = matmul_wave();
@@ -4984,7 +4991,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
 
     // w. Block formats: one of the step's two units of rows t / 2 and t / 2 + 64, so that two lanes
     // share a cache line. Plain formats: vectors
-    const uint32_t w_last = (uint32_t)(a.m - at.m0 < tile_m ? a.m - at.m0 : tile_m) - 1;
+    const uint32_t w_last = (uint32_t)(product.m - at.m0 < tile_m ? product.m - at.m0 : tile_m) - 1;
     const uint32_t row_units = k / 32, half = (uint32_t)t % 2;
     raw<F> wr[2];
     u32x4 wp[N_W];
@@ -4997,11 +5004,11 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
         if (split_rows) w2 = (const char *)all_w2 + (w - (const char *)all_w);
         wide = k % vector_elems<F>() == 0;
     } else {
-        p = planes_at(planes_of<F>(all_w, w_units, a.format), at.w_row * row_units);
+        p = planes_at(planes_of<F>(all_w, w_units, product.format), at.w_row * row_units);
         if constexpr (EXPERTS) {
             p2 = p;
             if (split_rows) {
-                p2 = planes_at(planes_of<F>(all_w2, w_units, a.format), at.w_row * row_units);
+                p2 = planes_at(planes_of<F>(all_w2, w_units, product.format), at.w_row * row_units);
             }
         }
         w_unit = (uint32_t)t / 2 * row_units;
@@ -5073,7 +5080,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
     };
 
     const int wm_own = split_rows ? wm % (BM / 2) : wm; // in its own matrix
-    const bool has_work = at.m0 + wm_own < a.m && at.n0 + wn < n_columns; // of the wave
+    const bool has_work = at.m0 + wm_own < product.m && at.n0 + wn < n_columns; // of the wave
     frag_c c[TM][TN];
     matmul_clear(c);
     const bool half_tile = TM == 2 && x_last < BN / 2;
@@ -5096,9 +5103,9 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
         block_sync_lds();
     }
     if constexpr (EXPERTS) {
-        experts_finish<TM, TN>(a, experts, own, c, (float *)tile, split_rows, at.m0 + wm_own);
+        experts_finish<TM, TN>(product, experts, own, c, (float *)tile, split_rows, at.m0 + wm_own);
     } else {
-        matmul_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
+        matmul_finish<TM, TN>(a, block, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
     }
 }
 
@@ -5336,21 +5343,21 @@ DEV bool lds_takes_rows(const rocq_k_tensor &t, bool wide) {
 
 // The epilogue of matmul, or the sums of a split of K. Rows of the tile are columns n of y.
 template <int BN>
-DEV void matmul_lds_finish(const rocq_k_matmul_product &a, const matmul_place &at,
-                           const float *work) {
-    const rocq_k_epilogue &e = a.epilogue;
+DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
+                           const matmul_place &at, const float *work) {
+    const rocq_k_epilogue &e = product.epilogue;
     const bool whole = a.n_splits == 1, bias_wide = (uintptr_t)e.bias % 16 == 0;
-    const bool wide = whole ? quads_are_wide(e.y) : (a.m & 3) == 0;
+    const bool wide = whole ? quads_are_wide(e.y) : (product.m & 3) == 0;
     const bool gate_wide = quads_are_wide(e.gate), residual_wide = quads_are_wide(e.residual);
     const bool loads = whole && (e.bias || e.gate.data || e.residual.data);
     const bool silu = whole && e.activation == ROCQ_ACT_SILU, f16 = whole && e.y.format == ROCQ_F16;
-    if (wide && (a.m & 3) == 0 &&
+    if (wide && (product.m & 3) == 0 &&
         (!whole || ((f16 || e.y.format == ROCQ_F32) && !e.bias && e.softcap <= 0.0f &&
                     (silu || e.activation == ROCQ_ACT_IDENTITY) &&
                     lds_takes_rows(e.gate, gate_wide) &&
                     lds_takes_rows(e.residual, residual_wide)))) {
         lds_rows to = {};
-        to.y_stride = a.n_splits * a.m * 4;
+        to.y_stride = a.n_splits * product.m * 4;
         if (whole) {
             to.y_stride = e.y.stride[0];
             to.y = row_of(e.y, at.n0, at.i2, at.i3);
@@ -5361,12 +5368,12 @@ DEV void matmul_lds_finish(const rocq_k_matmul_product &a, const matmul_place &a
             to.gate_stride = e.gate.stride[0];
             to.residual_stride = e.residual.stride[0];
         } else {
-            to.y = (char *)(matmul_split_sums(a, at.x_column) + at.split * a.m);
+            to.y = (char *)(matmul_split_sums(a, product, at.x_column) + at.split * product.m);
         }
         to.y += at.m0 * (f16 ? 2 : 4);
         to.silu = silu;
         to.f16 = f16;
-        const int64_t rows = a.n - at.n0, quads = (a.m - at.m0) / 4;
+        const int64_t rows = a.n - at.n0, quads = (product.m - at.m0) / 4;
         to.rows = (int)(rows < 4096 ? rows : 4096);
         to.quads = (int)(quads < BN ? quads : BN);
         lds_store_rows<BN>(work, to);
@@ -5374,7 +5381,7 @@ DEV void matmul_lds_finish(const rocq_k_matmul_product &a, const matmul_place &a
     }
     const epilogue between = {ROCQ_ACT_IDENTITY, e.softcap, false, e.gate.data != 0, false, false};
     const auto count = [&](int row, int col) {
-        return at.n0 + row < a.n ? quad_count(a.m, at.m0 + col) : 0;
+        return at.n0 + row < a.n ? quad_count(product.m, at.m0 + col) : 0;
     };
     const auto load = [&](int row, int col) {
         const int64_t n = at.n0 + row, m = at.m0 + col;
@@ -5396,7 +5403,8 @@ DEV void matmul_lds_finish(const rocq_k_matmul_product &a, const matmul_place &a
         const int64_t n = at.n0 + row, m = at.m0 + col;
         const int there = count(row, col);
         if (!whole) {
-            float *const sums = matmul_split_sums(a, at.x_column + row) + at.split * a.m;
+            float *const sums =
+                matmul_split_sums(a, product, at.x_column + row) + at.split * product.m;
             put_floats(ROCQ_F32, wide && there == 4, (char *)sums, m, there, v);
             return;
         }
@@ -5426,14 +5434,14 @@ DEV void matmul_lds_finish(const rocq_k_matmul_product &a, const matmul_place &a
 }
 // All 64 rows that each of the TM tiles c of a group has, which are BM / TM apart.
 template <int BN, int BM, int TM>
-DEV void matmul_lds_finish(const rocq_k_matmul_product &a, matmul_place at,
-                           const frag_c (&c)[TM][BN / 16], float *work) {
+DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
+                           matmul_place at, const frag_c (&c)[TM][BN / 16], float *work) {
 #pragma unroll
     for (int i = 0; i < TM; i++) {
         if (i > 0) wave_sync(); // lanes have read the sums of before
         const float *const own = lds_put<BN>(c[i], work);
         wave_sync();
-        matmul_lds_finish<BN>(a, at, own);
+        matmul_lds_finish<BN>(a, product, at, own);
         at.n0 += BM / TM;
         at.x_column += BM / TM;
     }
@@ -5441,25 +5449,24 @@ DEV void matmul_lds_finish(const rocq_k_matmul_product &a, matmul_place at,
 
 // matmul of F16 weights: rows are columns of x, columns rows of w. K is a multiple of 8.
 template <int BN, int BM, int STAGES, int AHEAD>
-DEV void matmul_lds(const rocq_k_matmul_args &all) {
+DEV void matmul_lds(const rocq_k_matmul_args &a) {
     enum { TM = 2 * BM / ROCQ_K_LDS_THREADS(BM) };
     LDS_GRANTED(u32x4, tile, ROCQ_K_LDS_BYTES(BN, BM, STAGES) / 16);
-    const matmul_block block = matmul_block_of(all);
-    const rocq_k_matmul_product &a = all.product[block.product];
-    if (a.tiles_m == 0) return;
-    const rocq_k_matmul_product &shared = all.product[0];
-    const int32_t k = (int32_t)shared.k;
-    const matmul_place at = matmul_place_of(a, block.index, BN, BM, ((uint32_t)k + 63) / 64);
-    const int64_t rows = shared.n - at.n0, cols = a.m - at.m0;
-    const lds_operand x = {(const char *)shared.x + at.x_column * shared.x_stride * 2,
-                           shared.x_stride * 2, (int32_t)(rows < BM ? rows : BM)};
-    const lds_operand w = {(const char *)a.w + at.w_row * k * 2, (int64_t)k * 2,
+    const matmul_block block = matmul_block_of(a);
+    const rocq_k_matmul_product &product = a.product[block.product];
+    if (product.tiles_m == 0) return;
+    const int32_t k = (int32_t)a.k;
+    const matmul_place at = matmul_place_of(a, block, BN, BM, ((uint32_t)k + 63) / 64);
+    const int64_t rows = a.n - at.n0, cols = product.m - at.m0;
+    const lds_operand x = {(const char *)a.x + at.x_column * a.x_stride * 2,
+                           a.x_stride * 2, (int32_t)(rows < BM ? rows : BM)};
+    const lds_operand w = {(const char *)product.w + at.w_row * k * 2, (int64_t)k * 2,
                            (int32_t)(cols < BN ? cols : BN)};
     frag_c c[TM][BN / 16];
     matmul_clear(c);
     lds_multiply<false, false, BM, BN, STAGES, AHEAD>(c, x, w, k, at.begin, at.end, (f16 *)tile,
                                                       [](const f16 *) {});
-    matmul_lds_finish<BN, BM>(a, at, c, (float *)tile);
+    matmul_lds_finish<BN, BM>(a, product, at, c, (float *)tile);
 }
 #define ROCQ_X(X, name, columns, rows, steps, ahead, blocks)                                \
     KERNEL_WAVES(matmul_lds_##name, rocq_k_matmul_args, ROCQ_K_LDS_THREADS(rows),           \
@@ -5481,16 +5488,16 @@ template <int F, int BN, int BM> struct lds_weights {
     u32x4 vectors[is_plain<F>() ? (int)VECTORS : 1];
 };
 template <int F, int BN, int BM>
-DEV lds_weights<F, BN, BM> lds_weights_of(const rocq_k_matmul_product &a, uint32_t k,
+DEV lds_weights<F, BN, BM> lds_weights_of(const rocq_k_matmul_product &product, uint32_t k,
                                           const matmul_place &at) {
     lds_weights<F, BN, BM> w;
     w.k = k;
     w.row_units = w.k / 32;
     w.thread = thread_index();
     computed(w.thread);
-    w.last_row = (uint32_t)(a.m - at.m0 < BN ? a.m - at.m0 : BN) - 1;
-    if constexpr (is_plain<F>()) w.w = (const char *)a.w + at.w_row * w.k * 2;
-    else w.p = planes_at(planes_of<F>(a.w, a.w_units, a.format), at.w_row * w.row_units);
+    w.last_row = (uint32_t)(product.m - at.m0 < BN ? product.m - at.m0 : BN) - 1;
+    if constexpr (is_plain<F>()) w.w = (const char *)product.w + at.w_row * w.k * 2;
+    else w.p = planes_at(matmul_planes<F>(product), at.w_row * w.row_units);
     return w;
 }
 template <int F, int BN, int BM>
@@ -5551,21 +5558,20 @@ DEV void lds_weights_store(lds_weights<F, BN, BM> &w, uint32_t step, f16 *to) {
 // half of the last step counts as 0. Weights are rounded as by matmul_f16, and sums have another
 // order. On an H200 195 to 365 TFLOPS from 512 columns on.
 template <int F, int BN, int BM, int STAGES, int AHEAD>
-DEV void matmul_lds_decoded(const rocq_k_matmul_args &all) {
+DEV void matmul_lds_decoded(const rocq_k_matmul_args &a) {
     enum { STEP = 64 * (BM + BN) };
     static_assert(AHEAD <= STAGES - 2, "stages are free in time");
     LDS_GRANTED(u32x4, tile, ROCQ_K_LDS_BYTES(BN, BM, STAGES) / 16);
-    const matmul_block block = matmul_block_of(all);
-    const rocq_k_matmul_product &a = all.product[block.product];
-    if (a.tiles_m == 0) return;
+    const matmul_block block = matmul_block_of(a);
+    const rocq_k_matmul_product &product = a.product[block.product];
+    if (product.tiles_m == 0) return;
     f16 *const tiles = (f16 *)tile;
-    const rocq_k_matmul_product &shared = all.product[0];
-    const uint32_t k = (uint32_t)shared.k;
-    const matmul_place at = matmul_place_of(a, block.index, BN, BM, (k + 63) / 64);
-    const int64_t rows = shared.n - at.n0;
-    const lds_operand x = {(const char *)shared.x + at.x_column * shared.x_stride * 2,
-                           shared.x_stride * 2, (int32_t)(rows < BM ? rows : BM)};
-    lds_weights<F, BN, BM> w = lds_weights_of<F, BN, BM>(a, k, at);
+    const uint32_t k = (uint32_t)a.k;
+    const matmul_place at = matmul_place_of(a, block, BN, BM, (k + 63) / 64);
+    const int64_t rows = a.n - at.n0;
+    const lds_operand x = {(const char *)a.x + at.x_column * a.x_stride * 2,
+                           a.x_stride * 2, (int32_t)(rows < BM ? rows : BM)};
+    lds_weights<F, BN, BM> w = lds_weights_of<F, BN, BM>(product, k, at);
     int stage = 0, free = 0;
     uint32_t ahead = at.begin;
     const auto load_x = [&]() {
@@ -5602,7 +5608,7 @@ DEV void matmul_lds_decoded(const rocq_k_matmul_args &all) {
     wmma_lds_wait();
     copies_wait<0>();
     block_sync_lds();
-    matmul_lds_finish<BN, BM>(a, at, c, (float *)tile);
+    matmul_lds_finish<BN, BM>(a, product, at, c, (float *)tile);
 }
 #define ROCQ_X_TILE(F, f, columns, rows, steps, ahead, blocks)                          \
     KERNEL_WAVES(matmul_lds_##f##_##columns##x##rows, rocq_k_matmul_args,               \
@@ -5631,25 +5637,24 @@ DEV u32x4 matmul_few_halves(const u32x4 (&v)[2]) {
     return make4(halves(v[0].x, v[0].y), halves(v[0].z, v[0].w), halves(v[1].x, v[1].y),
                  halves(v[1].z, v[1].w));
 }
-template <int F, int TN, int X> DEV void matmul_few(const rocq_k_matmul_args &all) {
+template <int F, int TN, int X> DEV void matmul_few(const rocq_k_matmul_args &a) {
     enum {
         TM = ROCQ_K_MATMUL_FEW_M / 16, V = FRAG_VECTORS, WAVES = 8, // 36: banks of a lane's columns
         STRIDE = ROCQ_K_MATMUL_FEW_M + 4, COLUMNS = 16 * STRIDE,    // are apart
         X_BYTES = X == ROCQ_F32 ? 4 : 2, PARTS = X_BYTES / 2        // of a vector of x
     };
     LDS(float, sums, WAVES * COLUMNS);
-    const matmul_block block = matmul_block_of(all);
-    const rocq_k_matmul_product &a = all.product[block.product];
-    if (a.tiles_m == 0) return;
-    const rocq_k_matmul_product &shared = all.product[0];
-    const uint32_t k = (uint32_t)shared.k;
-    const matmul_place at = matmul_place_of(a, block.index, 16 * TM, 16 * TN, (k + 63) / 64);
+    const matmul_block block = matmul_block_of(a);
+    const rocq_k_matmul_product &product = a.product[block.product];
+    if (product.tiles_m == 0) return;
+    const uint32_t k = (uint32_t)a.k;
+    const matmul_place at = matmul_place_of(a, block, 16 * TM, 16 * TN, (k + 63) / 64);
     const int wave = matmul_wave();
     // Rows and columns past the last repeat it.
-    const char *const w = (const char *)a.w + at.w_row * k * 2;
-    const char *const x = (const char *)shared.x + at.x_column * shared.x_stride * X_BYTES;
-    const uint32_t x_stride = (uint32_t)shared.x_stride;
-    const int w_last = (int)(a.m - at.m0 < 16 * TM ? a.m - at.m0 : 16 * TM) - 1;
+    const char *const w = (const char *)product.w + at.w_row * k * 2;
+    const char *const x = (const char *)a.x + at.x_column * a.x_stride * X_BYTES;
+    const uint32_t x_stride = (uint32_t)a.x_stride;
+    const int w_last = (int)(product.m - at.m0 < 16 * TM ? product.m - at.m0 : 16 * TM) - 1;
     const int x_last = (int)(a.n - at.n0 < 16 * TN ? a.n - at.n0 : 16 * TN) - 1;
     uint32_t w_row[TM][V], x_row[TN][V]; // elements to the vectors' rows
 #pragma unroll
@@ -5742,7 +5747,7 @@ template <int F, int TN, int X> DEV void matmul_few(const rocq_k_matmul_args &al
 #pragma unroll
             for (int i = 1; i < WAVES; i++) sum += lget(first + i * COLUMNS);
             lput(first, sum);
-            matmul_put_sums<1>(a, at, sums + column * STRIDE, at.m0, n);
+            matmul_put_sums<1>(a, product, at, sums + column * STRIDE, at.m0, n);
         }
     }
 }
@@ -5762,16 +5767,16 @@ ROCQ_X(, bf16)
 // are rounded as by matmul_f16. A thread has a unit. A wave stores its 2 KB in order by way of LDS,
 // where vector j of unit t is at j ^ t / 2 % 4: eight lanes that write vector j of their units, or
 // read the eight vectors of two units, touch all banks. Empty where matmul_lds is.
-template <int F> DEV void matmul_put_halves(const rocq_k_matmul_args &all, u32x4 *work) {
-    const rocq_k_matmul_product &a = all.product[0];
+template <int F> DEV void matmul_put_halves(const rocq_k_matmul_args &a, u32x4 *work) {
+    const rocq_k_matmul_product &product = a.product[0];
     const int lane = lane_index(), wave = matmul_wave();
-    const int64_t block = (int64_t)(all.common.block0 + block_index()) * 256;
-    const int64_t left = a.w_units - block - 32 * wave;
+    const int64_t block = (int64_t)(a.common.block0 + block_index()) * 256;
+    const int64_t left = product.w_units - block - 32 * wave;
     if (left <= 0) return;
     const int there = left < 32 ? (int)left : 32; // units of the wave
     const uint32_t unit = (uint32_t)(32 * wave + (lane < there ? lane : there - 1));
-    const planes<F> p = planes_at(planes_of<F>(a.w, a.w_units, a.format), block);
-    u32x4 *const to = (u32x4 *)a.work + 4 * (block + 32 * wave), halves[4];
+    const planes<F> p = planes_at(matmul_planes<F>(product), block);
+    u32x4 *const to = (u32x4 *)product.work + 4 * (block + 32 * wave), halves[4];
     matmul_unit_halves<F>(load_raw(p, unit), unit, halves);
     work += 128 * wave;
 #pragma unroll
@@ -5888,7 +5893,7 @@ DEV void matmul_int8_store_x(const matmul_int8_lds &lds, const raw<ROCQ_Q8_0> &f
     }
 }
 
-template <int F> DEV void matmul_int8(const rocq_k_matmul_args &all) {
+template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     typedef matmul_int8_shape<F> S;
     enum { BM = S::BM, BN = S::BN, ROW = S::ROW, TM = S::TM, TN = S::TN };
     enum { GROUPS = S::GROUPS, GROUP = S::GROUP };
@@ -5899,16 +5904,16 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &all) {
     float *const ws = (float *)tile + S::CODES / 4, *const xs = ws + S::XS;
     float *const wmin = ws + S::WMIN, *const xsum = ws + S::XSUM;
     const matmul_int8_lds lds = {wt, xt, ws, xs, wmin, xsum};
-    const matmul_block block = matmul_block_of(all);
-    const rocq_k_matmul_product &a = all.product[block.product];
-    if (a.tiles_m == 0) return;
+    const matmul_block block = matmul_block_of(a);
+    const rocq_k_matmul_product &product = a.product[block.product];
+    if (product.tiles_m == 0) return;
     const uint32_t row_units = (uint32_t)(a.k / 32);
-    const matmul_place at = matmul_place_of(a, block.index, BM, BN, (row_units + 1) / 2);
+    const matmul_place at = matmul_place_of(a, block, BM, BN, (row_units + 1) / 2);
     const int t = (int)thread_index(), wave = matmul_wave();
     const int wm = wave % (BM / S::WM) * S::WM, wn = wave / (BM / S::WM) * S::WN;
-    const uint32_t w_last = (uint32_t)(a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
+    const uint32_t w_last = (uint32_t)(product.m - at.m0 < BM ? product.m - at.m0 : BM) - 1;
     const uint32_t x_last = (uint32_t)(a.n - at.n0 < BN ? a.n - at.n0 : BN) - 1;
-    const planes<F> wp = planes_at(planes_of<F>(a.w, a.w_units, a.format), at.w_row * row_units);
+    const planes<F> wp = planes_at(matmul_planes<F>(product), at.w_row * row_units);
     const planes<ROCQ_Q8_0> xp =
         planes_at(planes_of<ROCQ_Q8_0>(a.x, a.x_units), at.x_column * row_units);
     const uint32_t w_unit = (uint32_t)t / 2 * row_units;
@@ -5927,7 +5932,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &all) {
         xr = load_raw(xp, x_unit + u);
     };
 
-    const bool has_work = at.m0 + wm < a.m && at.n0 + wn < a.n; // of the wave
+    const bool has_work = at.m0 + wm < product.m && at.n0 + wn < a.n; // of the wave
     frag_c c[TM][TN];
     matmul_clear(c);
     load(at.begin);
@@ -5985,7 +5990,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &all) {
         }
         block_sync_lds();
     }
-    matmul_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
+    matmul_finish<TM, TN>(a, block, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
 }
 
 #define ROCQ_X(X, f) \
@@ -5998,19 +6003,18 @@ ROCQ_K_INT8_FORMATS(ROCQ_X, )
 // Half h of a step of 32 elements of row row0 + r of w, as it is in memory. Of a block format it is
 // the whole unit.
 template <int F>
-DEV void matmul_load_half(const rocq_k_matmul_product &a, int64_t row0, uint32_t r, uint32_t step,
-                          int h, u32x4 (&to)[4]) {
-    const uint32_t k = (uint32_t)a.k;
+DEV void matmul_load_half(const rocq_k_matmul_product &product, uint32_t k, int64_t row0,
+                          uint32_t r, uint32_t step, int h, u32x4 (&to)[4]) {
     if constexpr (is_plain<F>()) {
         const int elems = vector_elems<F>();
-        const char *row = (const char *)a.w + (row0 + r) * k * (16 / elems);
+        const char *row = (const char *)product.w + (row0 + r) * k * (16 / elems);
 #pragma unroll
         for (int i = 0; i < 16 / elems; i++) {
             const uint32_t at = 32 * step + 16 * (uint32_t)h + (uint32_t)(i * elems);
             to[i] = matmul_load_vector<F>(row, at, k, k % elems == 0);
         }
     } else {
-        const planes<F> p = planes_at(planes_of<F>(a.w, a.w_units, a.format), row0 * (k / 32));
+        const planes<F> p = planes_at(matmul_planes<F>(product), row0 * (k / 32));
         const raw<F> u = load_raw(p, r * (k / 32) + step);
         static_assert(sizeof u <= sizeof to, "a unit passes here");
         __builtin_memcpy(to, &u, sizeof u);
@@ -6072,9 +6076,10 @@ DEV void matmul_multiply_f32(float (&c)[8][8], const float *w, const float *x, i
 enum { MATMUL_F32_STRIDE = ROCQ_K_MATMUL_M + 4 }; // of LDS, in floats
 
 // Stores a thread's sums, by way of LDS, in which each pass has 16 columns of the tile.
-DEV void matmul_f32_finish(const rocq_k_matmul_product &product, const matmul_place &at,
-                           const float (&c)[8][8], float *work, int tm, int tn) {
-    const rocq_k_matmul_product a = product; // see matmul_block
+DEV void matmul_f32_finish(const rocq_k_matmul_args &a, const matmul_block &block,
+                           const matmul_place &at, const float (&c)[8][8], float *work, int tm,
+                           int tn) {
+    const rocq_k_matmul_product product = a.product[block.product]; // a copy, see matmul_block
     enum { STRIDE = MATMUL_F32_STRIDE };
     const int wave = matmul_wave();
 #pragma unroll 1
@@ -6091,7 +6096,7 @@ DEV void matmul_f32_finish(const rocq_k_matmul_product &product, const matmul_pl
 #pragma unroll 1
         for (int column = wave; column < 16; column += 8) {
             const int64_t n = at.n0 + pass / 4 * 64 + 4 * column + pass % 4;
-            if (n < a.n) matmul_put_sums<4>(a, at, work + column * STRIDE, at.m0, n);
+            if (n < a.n) matmul_put_sums<4>(a, product, at, work + column * STRIDE, at.m0, n);
         }
         block_sync_lds();
     }
@@ -6106,21 +6111,21 @@ DEV void matmul_f32_finish(const rocq_k_matmul_product &product, const matmul_pl
 // there, so that a thread reads 4 rows or 4 columns at once: 4 reads of 16 bytes for 64
 // multiply-adds, which gfx11 issues in pairs, or 3 for 32 where a tile has at most 64 columns. The
 // format is a uniform branch in each step.
-DEV void matmul_f32(const rocq_k_matmul_args &all) {
+DEV void matmul_f32(const rocq_k_matmul_args &a) {
     enum {
         BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_F32_N, BK = 32, STRIDE = MATMUL_F32_STRIDE
     };
     static_assert(BM == BN, "rows and columns are shared out alike");
     LDS(float, wt, BK * STRIDE);
     LDS(float, xt, BK * STRIDE);
-    const matmul_block block = matmul_block_of(all);
-    const rocq_k_matmul_product &a = all.product[block.product];
-    if (a.tiles_m == 0) return;
+    const matmul_block block = matmul_block_of(a);
+    const rocq_k_matmul_product &product = a.product[block.product];
+    if (product.tiles_m == 0) return;
     const uint32_t n_steps = (uint32_t)((a.k + BK - 1) / BK);
-    const matmul_place at = matmul_place_of(a, block.index, BM, BN, n_steps);
+    const matmul_place at = matmul_place_of(a, block, BM, BN, n_steps);
     const int t = (int)thread_index(), wave = matmul_wave(), lane = lane_index();
     const int tm = wave % 2 * 8 + lane % 8, tn = wave / 2 * 4 + lane / 8, half = wave / 4;
-    const int64_t w_last = (a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
+    const int64_t w_last = (product.m - at.m0 < BM ? product.m - at.m0 : BM) - 1;
     const int64_t x_last = (a.n - at.n0 < BN ? a.n - at.n0 : BN) - 1;
     const int row = t % BM;
     const uint32_t w_row = (uint32_t)(row < w_last ? row : w_last);
@@ -6129,11 +6134,12 @@ DEV void matmul_f32(const rocq_k_matmul_args &all) {
     u32x4 wr[4], xr[4];
     const auto load = [&](uint32_t step) {
         // Held, they take too many scalar registers.
-        const rocq_k_matmul_product &now = reread(all).product[block.product];
+        const rocq_k_matmul_product &now = reread(a).product[block.product];
         switch (shared_format(now.format)) {
 #define ROCQ_X(X, f) \
         case ROCQ_K_ID_##f: \
-            matmul_load_half<ROCQ_K_ID_##f>(now, at.w_row, w_row, step, half, wr); \
+            matmul_load_half<ROCQ_K_ID_##f>(now, (uint32_t)a.k, at.w_row, w_row, step, half, \
+                                             wr); \
             break;
         ROCQ_K_ALL_FORMATS(ROCQ_X, )
 #undef ROCQ_X
@@ -6145,10 +6151,10 @@ DEV void matmul_f32(const rocq_k_matmul_args &all) {
         }
     };
     const auto store = [&](uint32_t step) {
-        switch (shared_format(a.format)) {
+        switch (shared_format(product.format)) {
 #define ROCQ_X(X, f) \
         case ROCQ_K_ID_##f: \
-            matmul_put_half<ROCQ_K_ID_##f>(wr, a.format, step, half, wt + row, STRIDE); \
+            matmul_put_half<ROCQ_K_ID_##f>(wr, product.format, step, half, wt + row, STRIDE); \
             break;
         ROCQ_K_ALL_FORMATS(ROCQ_X, )
 #undef ROCQ_X
@@ -6181,7 +6187,7 @@ DEV void matmul_f32(const rocq_k_matmul_args &all) {
         else matmul_multiply_f32<2>(c, wt + 4 * tm, xt + 4 * tn, STRIDE, BK);
         block_sync_lds();
     }
-    matmul_f32_finish(a, at, c, wt, tm, tn);
+    matmul_f32_finish(a, block, at, c, wt, tm, tn);
 }
 KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) { matmul_f32(a); }
 
@@ -12830,7 +12836,6 @@ DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, floa
         const uint32_t first = (uint32_t)at.k0 / 32 + (uint32_t)t / 2 % 4;
         const uint32_t unit = first < row_units ? first : row_units - 1;
         rocq_k_matmul_product w = {};
-        w.k = a.n_k;
         w.w = a.b;
         w.w_units = a.b_units;
         w.format = a.format;
@@ -12839,7 +12844,7 @@ DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, floa
         switch (shared_format(a.format)) {
 #define ROCQ_X(X, f)                                                \
         case ROCQ_K_ID_##f:                                         \
-            matmul_load_half<ROCQ_K_ID_##f>(w, 0, r, unit, t % 2, half); \
+            matmul_load_half<ROCQ_K_ID_##f>(w, (uint32_t)a.n_k, 0, r, unit, t % 2, half); \
             matmul_put_half<ROCQ_K_ID_##f>(half, a.format, unit, t % 2, to, 1); \
             break;
         PLANE_FORMATS(ROCQ_X, )
