@@ -13511,6 +13511,13 @@ enum {
     ROCQ__ATTEND_SIX = 6      // keys, or queries, that it takes
 };
 
+// Rows of which a kernel of few rows prefetches one for each key that it takes: all of them at once
+// would be more than the processor can wait for at a time.
+typedef struct rocq__attend_next {
+    const void *row[ROCQ__ATTEND_KEYS];
+    int64_t bytes; // of a row
+} rocq__attend_next;
+
 typedef struct rocq__attend {
     const rocq_attention_params *p;
     bool simd;
@@ -13533,9 +13540,10 @@ typedef struct rocq__attend {
     bool wide;         // in vectors of 64 bytes
     int64_t rows;      // of few rows, how many these two take at once:
     void (*dots)(const float *const *q, const void *const *k, int64_t n_keys, int64_t n,
-                 float *const *score);
+                 float *const *score, const rocq__attend_next *next);
     void (*values)(float *const *acc, const float *keep, const void *const *v,
-                   const float *const *weight, int64_t n_keys, int64_t n);
+                   const float *const *weight, int64_t n_keys, int64_t n,
+                   const rocq__attend_next *next);
     float *scratch;    // [local, threads]
     float *partials;   // [partial, n_rows, n_splits, n_kv_heads, n_seqs]
 } rocq__attend;
@@ -13547,7 +13555,8 @@ typedef struct rocq__attend_item {
 
 // score[0][j] = q[0] . k[j] for one row; n is a multiple of 32, n_keys of 4.
 static void rocq__dots_scalar(const float *const *q, const void *const *k, int64_t n_keys,
-                              int64_t n, float *const *score) {
+                              int64_t n, float *const *score, const rocq__attend_next *next) {
+    (void)next;
     for (int64_t j = 0; j < n_keys; j++) {
         const float *key = (const float *)k[j];
         float sum[8] = {0};
@@ -13560,7 +13569,9 @@ static void rocq__dots_scalar(const float *const *q, const void *const *k, int64
 
 // acc[0] = keep[0] acc[0] + sum over j of weight[0][j] v[j] for one row; n is a multiple of 32.
 static void rocq__values_scalar(float *const *acc, const float *keep, const void *const *v,
-                                const float *const *weight, int64_t n_keys, int64_t n) {
+                                const float *const *weight, int64_t n_keys, int64_t n,
+                                const rocq__attend_next *next) {
+    (void)next;
     for (int64_t i = 0; i < n; i += 8) {
         float a[8];
         for (int l = 0; l < 8; l++) a[l] = acc[0][i + l] * keep[0];
@@ -13574,14 +13585,26 @@ static void rocq__values_scalar(float *const *acc, const float *keep, const void
 
 #if ROCQ__HAS_V8
 
+// Prefetches lines [begin, end) of row j.
+ROCQ__V8 void rocq__fetch_lines(const rocq__attend_next *next, int64_t j, int64_t begin,
+                                int64_t end) {
+    for (; begin < end; begin++) {
+        ROCQ__PREFETCH((const unsigned char *)next->row[j] + 64 * begin);
+    }
+}
+
 // The same for two or four rows, for which a key is widened once, with 8 / rows keys at a time, so
-// that all sums stay in registers. A row's result has the same bits with two and with four.
+// that all sums stay in registers. A row's result has the same bits with two and with four. If next
+// is not NULL its rows are prefetched meanwhile.
 ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *const *q,
-                         const void *const *k, int64_t n_keys, int64_t n, float *const *score) {
+                         const void *const *k, int64_t n_keys, int64_t n, float *const *score,
+                         const rocq__attend_next *next) {
     const int step = 8 / rows;
+    const int64_t n_lines = next ? (next->bytes + 63) / 64 : 0;
     for (int64_t first = 0; first < n_keys; first += step) {
         rocq__v8 sum[8]; // [rows][step]
         float all[8];
+        for (int j = 0; next && j < step; j++) rocq__fetch_lines(next, first + j, 0, n_lines);
         ROCQ__UNROLL
         for (int i = 0; i < 8; i++) sum[i] = rocq__v8_set1(0.0f);
         for (int64_t i = 0; i < n; i += 32) {
@@ -13612,9 +13635,12 @@ ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *
 // 64 / rows elements of each acc are in registers at a time.
 ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *const *acc,
                            const float *keep, const void *const *v, const float *const *weight,
-                           int64_t n_keys, int64_t n) {
+                           int64_t n_keys, int64_t n, const rocq__attend_next *next) {
     const int n_vectors = 8 / rows;
+    const int64_t n_lines = next ? (next->bytes + 63) / 64 : 0;
+    int64_t line = 0;
     for (int64_t i = 0; i < n; i += 8 * n_vectors) {
+        const int64_t lines_end = n_lines * (i + 8 * n_vectors) / n;
         rocq__v8 a[8]; // [rows][n_vectors]
         ROCQ__UNROLL
         for (int l = 0; l < 8; l++) {
@@ -13623,6 +13649,7 @@ ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *cons
         }
         for (int64_t j = 0; j < n_keys; j++) {
             rocq__v8 value[4];
+            if (next) rocq__fetch_lines(next, j, line, lines_end);
             rocq__v8_load_row(format, n_vectors, value, v[j], i);
             ROCQ__UNROLL
             for (int r = 0; r < rows; r++) {
@@ -13637,6 +13664,7 @@ ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *cons
         for (int l = 0; l < 8; l++) {
             rocq__v8_store(acc[l / n_vectors] + i + 8 * (l % n_vectors), a[l]);
         }
+        line = lines_end;
     }
 }
 
@@ -13646,13 +13674,13 @@ ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *cons
 #define ROCQ__ATTEND_KERNELS(name, NAME, ROWS)                                                     \
     static ROCQ__SIMD void rocq__dots_##name##_##ROWS(                                             \
         const float *const *q, const void *const *k, int64_t n_keys, int64_t n,                    \
-        float *const *score) {                                                                     \
-        rocq__dots(ROCQ_##NAME, ROWS, q, k, n_keys, n, score);                                     \
+        float *const *score, const rocq__attend_next *next) {                                      \
+        rocq__dots(ROCQ_##NAME, ROWS, q, k, n_keys, n, score, next);                               \
     }                                                                                              \
     static ROCQ__SIMD void rocq__values_##name##_##ROWS(                                           \
         float *const *acc, const float *keep, const void *const *v, const float *const *weight,    \
-        int64_t n_keys, int64_t n) {                                                               \
-        rocq__values(ROCQ_##NAME, ROWS, acc, keep, v, weight, n_keys, n);                          \
+        int64_t n_keys, int64_t n, const rocq__attend_next *next) {                                \
+        rocq__values(ROCQ_##NAME, ROWS, acc, keep, v, weight, n_keys, n, next);                    \
     }
 ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_KERNELS)
 
@@ -13873,10 +13901,14 @@ static inline void rocq__attend_prefetch(const rocq__attend_rows *rows, int64_t 
 }
 
 // score of n rows and the n_keys keys at line. Where rows or keys are fewer than a kernel takes,
-// the last fills up the rest, and those results are not used.
+// the last fills up the rest, and those results are not used. next: NULL, or n_keys rows.
 static void rocq__attend_scores(const rocq__attend *a, int64_t n, const void **line,
-                                int64_t n_keys, const rocq__attend_local *local) {
-    for (; n_keys % 4 != 0; n_keys++) line[n_keys] = line[n_keys - 1];
+                                int64_t n_keys, const rocq__attend_local *local,
+                                rocq__attend_next *next) {
+    for (; n_keys % 4 != 0; n_keys++) {
+        line[n_keys] = line[n_keys - 1];
+        if (next) next->row[n_keys] = next->row[n_keys - 1];
+    }
     for (int64_t r = 0; r < n; r += a->rows) {
         const float *q[4];
         float *score[4];
@@ -13884,15 +13916,17 @@ static void rocq__attend_scores(const rocq__attend *a, int64_t n, const void **l
             q[i] = local->q + ROCQ__MIN(r + i, n - 1) * a->pitch;
             score[i] = local->score + ROCQ__MIN(r + i, n - 1) * ROCQ__ATTEND_KEYS;
         }
-        a->dots(q, line, n_keys, a->pitch, score);
+        a->dots(q, line, n_keys, a->pitch, score, r == 0 ? next : NULL);
     }
 }
 
 // Updates m, l and acc by the scores of n_keys keys and their values at line. If all rows that a
 // kernel takes see all keys, they share the loads of V. Else each is computed alone, and the
-// kernel's other rows are local->spare, whose results are not used.
+// kernel's other rows are local->spare, whose results are not used. next: NULL, or, with
+// all_visible, n_keys rows.
 static void rocq__attend_sums(const rocq__attend *a, int64_t n, const void *const *line,
-                              int64_t n_keys, bool all_visible, const rocq__attend_local *local) {
+                              int64_t n_keys, bool all_visible, const rocq__attend_local *local,
+                              const rocq__attend_next *next) {
     static const float none[ROCQ__ATTEND_KEYS] = {0};
     for (int64_t r = 0; r < n; r += a->rows) {
         const void *seen[4][ROCQ__ATTEND_KEYS];
@@ -13910,9 +13944,9 @@ static void rocq__attend_sums(const rocq__attend *a, int64_t n, const void *cons
             weight[all ? i : 0] = local->score + (r + i) * ROCQ__ATTEND_KEYS;
             if (all || n_seen[i] == 0) continue;
             const float keeps[4] = {keep[i]};
-            a->values(acc, keeps, seen[i], weight, n_seen[i], a->pitch);
+            a->values(acc, keeps, seen[i], weight, n_seen[i], a->pitch, NULL);
         }
-        if (all) a->values(acc, keep, line, weight, n_keys, a->pitch);
+        if (all) a->values(acc, keep, line, weight, n_keys, a->pitch, r == 0 ? next : NULL);
     }
 }
 
@@ -13931,19 +13965,27 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *it
 
     const rocq__attend_rows k = rocq__attend_rows_of(a, a->p->k, kv_head, seq);
     const rocq__attend_rows v = rocq__attend_rows_of(a, a->p->v, kv_head, seq);
-    const int64_t len = rocq__attend_len(a, seq);
+    const int64_t last = rocq__attend_len(a, seq) - 1;
+    // V of this tile is prefetched while K is read, and K of the next one while V is: by the loops
+    // that decode, or else by the kernels.
+    const bool by_kernels = a->as_is && all_visible && a->simd;
+    rocq__attend_next next;
+    next.bytes = v.bytes;
     for (int64_t j = 0; j < n_keys; j++) {
         row[j] = rocq__attend_row(a, keys[j], seq);
-        rocq__attend_prefetch(&v, row[j]);
+        next.row[j] = v.base + row[j] * v.step;
+        if (!by_kernels) rocq__attend_prefetch(&v, row[j]);
         line[j] = rocq__attend_line(a, &k, row[j], local->tile + j * pitch);
     }
-    rocq__attend_scores(a, n, line, n_keys, local);
+    rocq__attend_scores(a, n, line, n_keys, local, by_kernels ? &next : NULL);
+    next.bytes = k.bytes;
     for (int64_t j = 0; j < n_keys; j++) {
-        const int64_t next = keys[j] + ROCQ__ATTEND_KEYS;
-        if (next < len) rocq__attend_prefetch(&k, rocq__attend_row(a, next, seq));
+        const int64_t at = rocq__attend_row(a, ROCQ__MIN(keys[j] + ROCQ__ATTEND_KEYS, last), seq);
+        next.row[j] = k.base + at * k.step;
+        if (!by_kernels) rocq__attend_prefetch(&k, at);
         line[j] = rocq__attend_line(a, &v, row[j], local->tile + j * pitch);
     }
-    rocq__attend_sums(a, n, line, n_keys, all_visible, local);
+    rocq__attend_sums(a, n, line, n_keys, all_visible, local, by_kernels ? &next : NULL);
 }
 
 // -- many rows --
@@ -17449,7 +17491,7 @@ static void rocq__attend_back_start(const rocq__attend_back *b, const rocq__atte
                      dim);
         const float *const one = dout;
         const void *const other = out;
-        rocq__dots_scalar(&one, &other, 1, (dim + 7) / 8 * 8, &delta);
+        rocq__dots_scalar(&one, &other, 1, (dim + 7) / 8 * 8, &delta, NULL);
         memset(out, 0, (size_t)dim * sizeof(float));
         const float lse = rocq__row_f32(b->p->lse, i, item->seq, 0)[head];
         if (lse != -INFINITY) local->lse[r] = lse;

@@ -266,11 +266,13 @@ static void check_y(problem *a, const char *how) {
 
 // Lets the SIMD contexts use a tier's instructions, as far as the CPU has them. A tier that it
 // lacks is the one before.
+// Whatever the processor, the contexts of five threads read no streams and the others do.
 static void use_tier(rocq_cpu_tier tier) {
     for (int i = 0; i < N_THREAD_COUNTS; i++) {
         const bool vnni = rocq__cpu_has(ROCQ_CPU_AVX_VNNI), wide = rocq__cpu_has(ROCQ_CPU_AVX512);
         contexts[1][i]->has_avx_vnni = tier >= ROCQ_CPU_AVX_VNNI && vnni;
         contexts[1][i]->has_avx512 = tier == ROCQ_CPU_AVX512 && wide;
+        contexts[1][i]->has_streams = contexts[1][i]->has_avx512 && i != N_THREAD_COUNTS - 1;
     }
 }
 
@@ -618,18 +620,19 @@ static void only_streams_are_taken_together(void **state) {
     static _Alignas(16) char memory[ROCQ__PLAN_BYTES], scratch[64];
     const bool wide = rocq__cpu_has(ROCQ_CPU_AVX512);
     (void)state;
-    for (int i = 0; i < 8; i++) {
-        const bool one = i & 1, quantized = i & 2, tier = i & 4;
+    for (int i = 0; i < 16; i++) {
+        const bool one = i & 1, quantized = i & 2, tier = i & 4, streams = i & 8;
+        rocq_ctx *ctx = contexts[1][streams ? 1 : N_THREAD_COUNTS - 1]; // see use_tier
         const shape s = {.w = quantized ? ROCQ_Q4_K : ROCQ_F16, .x = ROCQ_F32, .m = 64,
                          .n = one ? 1 : 2, .k = 256};
         rocq__stage stages[ROCQ__PLAN_STAGES];
-        rocq__plan plan = {contexts[1][1], scratch, ROCQ__WORTH_OP, stages, 0, memory, 0};
+        rocq__plan plan = {ctx, scratch, ROCQ__WORTH_OP, stages, 0, memory, 0};
         problem a = make(s);
         set_params(&a);
         use_tier(tier ? ROCQ_CPU_AVX512 : ROCQ_CPU_AVX_VNNI);
         rocq__plan_matmul_cpu(&plan, ROCQ_OP_MATMUL, &a.p);
         assert_int_equal(plan.n_stages, 2);
-        assert_int_equal(stages[1].together > 0, one && quantized && tier && wide);
+        assert_int_equal(stages[1].together > 0, one && quantized && tier && wide && streams);
         use_tier(ROCQ_CPU_AVX512);
         destroy(&a);
     }
