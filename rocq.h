@@ -13585,12 +13585,11 @@ static void rocq__values_scalar(float *const *acc, const float *keep, const void
 
 #if ROCQ__HAS_V8
 
-// Prefetches lines [begin, end) of row j.
-ROCQ__V8 void rocq__fetch_lines(const rocq__attend_next *next, int64_t j, int64_t begin,
-                                int64_t end) {
-    for (; begin < end; begin++) {
-        ROCQ__PREFETCH((const unsigned char *)next->row[j] + 64 * begin);
-    }
+// Prefetches bytes [begin, end) of row j, begin being a multiple of 64.
+ROCQ__V8 void rocq__fetch_part(const rocq__attend_next *next, int64_t j, int64_t begin,
+                               int64_t end) {
+    const unsigned char *row = (const unsigned char *)next->row[j];
+    for (; begin < end; begin += 64) ROCQ__PREFETCH(row + begin);
 }
 
 // The same for two or four rows, for which a key is widened once, with 8 / rows keys at a time, so
@@ -13600,11 +13599,10 @@ ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *
                          const void *const *k, int64_t n_keys, int64_t n, float *const *score,
                          const rocq__attend_next *next) {
     const int step = 8 / rows;
-    const int64_t n_lines = next ? (next->bytes + 63) / 64 : 0;
     for (int64_t first = 0; first < n_keys; first += step) {
         rocq__v8 sum[8]; // [rows][step]
         float all[8];
-        for (int j = 0; next && j < step; j++) rocq__fetch_lines(next, first + j, 0, n_lines);
+        for (int j = 0; next && j < step; j++) rocq__fetch_part(next, first + j, 0, next->bytes);
         ROCQ__UNROLL
         for (int i = 0; i < 8; i++) sum[i] = rocq__v8_set1(0.0f);
         for (int64_t i = 0; i < n; i += 32) {
@@ -13637,10 +13635,10 @@ ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *cons
                            const float *keep, const void *const *v, const float *const *weight,
                            int64_t n_keys, int64_t n, const rocq__attend_next *next) {
     const int n_vectors = 8 / rows;
-    const int64_t n_lines = next ? (next->bytes + 63) / 64 : 0;
-    int64_t line = 0;
-    for (int64_t i = 0; i < n; i += 8 * n_vectors) {
-        const int64_t lines_end = n_lines * (i + 8 * n_vectors) / n;
+    const int64_t bytes = next ? (next->bytes + 63) / 64 * 64 : 0;
+    int64_t fetched = 0, fetch_end = 0;
+    for (int64_t i = 0; i < n; i += 8 * n_vectors, fetched = fetch_end) {
+        fetch_end = bytes * (i + 8 * n_vectors) / n / 64 * 64;
         rocq__v8 a[8]; // [rows][n_vectors]
         ROCQ__UNROLL
         for (int l = 0; l < 8; l++) {
@@ -13649,7 +13647,7 @@ ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *cons
         }
         for (int64_t j = 0; j < n_keys; j++) {
             rocq__v8 value[4];
-            if (next) rocq__fetch_lines(next, j, line, lines_end);
+            if (fetched < fetch_end) rocq__fetch_part(next, j, fetched, fetch_end);
             rocq__v8_load_row(format, n_vectors, value, v[j], i);
             ROCQ__UNROLL
             for (int r = 0; r < rows; r++) {
@@ -13664,7 +13662,6 @@ ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *cons
         for (int l = 0; l < 8; l++) {
             rocq__v8_store(acc[l / n_vectors] + i + 8 * (l % n_vectors), a[l]);
         }
-        line = lines_end;
     }
 }
 
