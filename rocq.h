@@ -13553,7 +13553,7 @@ typedef struct rocq__attend_item {
     int64_t seq, kv_head, row0, n;
 } rocq__attend_item;
 
-// score[0][j] = q[0] . k[j] for one row; n is a multiple of 32, n_keys of 4.
+// score[0][j] = q[0] . k[j] for one row; n is a multiple of 32, n_keys of 8.
 static void rocq__dots_scalar(const float *const *q, const void *const *k, int64_t n_keys,
                               int64_t n, float *const *score, const rocq__attend_next *next) {
     (void)next;
@@ -13592,9 +13592,9 @@ ROCQ__V8 void rocq__fetch_part(const rocq__attend_next *next, int64_t j, int64_t
     for (; begin < end; begin += 64) ROCQ__PREFETCH(row + begin);
 }
 
-// The same for two or four rows, for which a key is widened once, with 8 / rows keys at a time, so
-// that all sums stay in registers. A row's result has the same bits with two and with four. If next
-// is not NULL its rows are prefetched meanwhile.
+// The same for one, two or four rows, for which a key is widened once, with 8 / rows keys at a
+// time, so that all sums stay in registers. A row's result has the same bits with any of them. If
+// next is not NULL its rows are prefetched meanwhile.
 ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *const *q,
                          const void *const *k, int64_t n_keys, int64_t n, float *const *score,
                          const rocq__attend_next *next) {
@@ -13646,9 +13646,12 @@ ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *cons
             a[l] = rocq__v8_mul(rocq__v8_set1(keep[r]), rocq__v8_load(acc[r] + i + at));
         }
         for (int64_t j = 0; j < n_keys; j++) {
-            rocq__v8 value[4];
+            rocq__v8 value[8];
             if (fetched < fetch_end) rocq__fetch_part(next, j, fetched, fetch_end);
-            rocq__v8_load_row(format, n_vectors, value, v[j], i);
+            ROCQ__UNROLL
+            for (int l = 0; l < n_vectors; l += 4) {
+                rocq__v8_load_row(format, n_vectors == 2 ? 2 : 4, value + l, v[j], i + 8 * l);
+            }
             ROCQ__UNROLL
             for (int r = 0; r < rows; r++) {
                 const rocq__v8 w = rocq__v8_set1(weight[r][j]);
@@ -13666,6 +13669,7 @@ ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *cons
 }
 
 #define ROCQ__ATTEND_FORMATS(X)                                                                    \
+    X(f16, F16, 1)                                                                                 \
     X(f32, F32, 2) X(f16, F16, 2) X(bf16, BF16, 2) X(q8_0, Q8_0, 2) X(q4_0, Q4_0, 2)               \
     X(f32, F32, 4) X(f16, F16, 4) X(bf16, BF16, 4) X(q8_0, Q8_0, 4) X(q4_0, Q4_0, 4)
 #define ROCQ__ATTEND_KERNELS(name, NAME, ROWS)                                                     \
@@ -13692,7 +13696,10 @@ static void rocq__attend_kernels(rocq__attend *a) {
     if (!a->simd) return;
     const rocq_format k = a->as_is ? a->p->k->format : ROCQ_F32;
     const rocq_format v = a->as_is ? a->p->v->format : ROCQ_F32;
-    a->rows = a->tile_rows <= 2 ? 2 : 4;
+    // A row by itself, as of a model whose heads share no keys, has kernels of its own for F16,
+    // the usual format of a cache. Of other formats it takes as long as two rows.
+    const bool one = a->tile_rows == 1 && k == ROCQ_F16 && v == ROCQ_F16 && a->pitch % 64 == 0;
+    a->rows = one ? 1 : a->tile_rows <= 2 ? 2 : 4;
 #define ROCQ__ATTEND_CASE(name, NAME, ROWS)                                              \
     if (k == ROCQ_##NAME && a->rows == ROWS) a->dots = rocq__dots_##name##_##ROWS;       \
     if (v == ROCQ_##NAME && a->rows == ROWS) a->values = rocq__values_##name##_##ROWS;
@@ -13902,7 +13909,7 @@ static inline void rocq__attend_prefetch(const rocq__attend_rows *rows, int64_t 
 static void rocq__attend_scores(const rocq__attend *a, int64_t n, const void **line,
                                 int64_t n_keys, const rocq__attend_local *local,
                                 rocq__attend_next *next) {
-    for (; n_keys % 4 != 0; n_keys++) {
+    for (; n_keys % 8 != 0; n_keys++) {
         line[n_keys] = line[n_keys - 1];
         if (next) next->row[n_keys] = next->row[n_keys - 1];
     }
