@@ -4228,7 +4228,7 @@ struct rocq_ctx {
     bool has_simd;   // AVX2 with FMA and F16C, or NEON
     bool has_avx_vnni; // this and has_avx512 are never set without has_simd
     bool has_avx512; // F, BW, DQ, VL and VNNI
-    bool has_streams; // the prefetchers follow streams better than rows: rocq__mm_column_sums
+    bool has_streams; // with AVX-512, memory is read faster in streams: rocq__mm_column_sums
     bool quiet; // failures are not logged: in rocq_supports and in a rocq__attempt
     rocq_stats stats;
     int64_t budget_used;
@@ -11624,19 +11624,22 @@ typedef struct rocq__wide_sink {
 
 #define ROCQ__WIDE ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE
 
-// A block of each of 16 rows. The first row's, and bytes from row to row; or, interleaved, all 16,
-// and how far ahead a prefetch goes with each load (rocq__rows). In the file's layout each load
-// takes 16 bytes of every row, 256 in all, and prefetches four cache lines meanwhile. These follow
-// each other, and those of the block's first load begin at `next`; or, where the block has `place`
-// bytes before it in its row, a load prefetches for four of the rows, which take turns: `next` is
-// then what byte 0 of the first row's block prefetches.
+// A block of each of 16 rows: `at` is the first row's, and the next row's is `stride` bytes further
+// on. Interleaved, all 16 are at `at`, and each load prefetches what is `ahead` bytes further on,
+// as in rocq__rows. In the file's layout each load takes 16 bytes of every row, 256 in all, and
+// prefetches four cache lines meanwhile, in one of two ways (rocq__fetch_meanwhile):
+//   place < 0    lines that follow each other; those of the load of byte 0 begin at `next`
+//   place >= 0   one line in each of four rows, which take turns. The block begins `place` bytes
+//                into its row, and `next` is what belongs to byte 0 of the first row's block. Where
+//                rows do not begin on a cache line or blocks have no multiple of 16 bytes, a few
+//                percent of the lines are left out
 typedef struct rocq__sixteen {
     const unsigned char *at;
     int64_t stride, ahead;
     bool interleaved; // a constant where all this is inlined
     uintptr_t next;   // an address, or 0: nothing is prefetched
-    int64_t place;    // -1: lines that follow each other
-    int64_t l2_ahead; // of those, not 0: also into L2, so many bytes behind `next`
+    int64_t place;
+    int64_t l2_ahead; // not 0, with place < 0: what is so many bytes after each line, into L2
 } rocq__sixteen;
 
 // All prefetches of a block at once would be more than the processor can wait for at a time. So
@@ -12014,16 +12017,19 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm
     }
 }
 
-// What a pass prefetches while it multiplies the rows, `at` bytes into each. If row_ahead is 0 the
-// rows lie one behind the other and it prefetches as many consecutive bytes further on, whatever
-// rows they belong to: the fewest cache lines. Else it prefetches row_ahead bytes ahead in each row
-// and, past its end, in the row at its place in the next panel: so many bytes further on.
+// How many bytes ahead a pass with row_ahead prefetches in each row, `at` bytes into it: row_ahead
+// or, where that is past the row's end, as far into the row that has its place in the next panel.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE int64_t rocq__fetch_in_row(const rocq__mm_rows *rows,
                                                                  int64_t at) {
     const int64_t row_bytes = rows->n_blocks * rows->codec->info.block_bytes;
     const bool within = at + rows->row_ahead < row_bytes;
     return rows->row_ahead + (within ? 0 : rows->ahead - row_bytes);
 }
+
+// What a pass of eight rows prefetches while it multiplies `bytes` bytes, `at` bytes into each.
+// With row_ahead it prefetches in each row. Else the rows lie one behind the other, and it
+// prefetches as many consecutive bytes further on, whatever rows they belong to: the fewest cache
+// lines.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_next(const rocq__mm_rows *rows, int64_t at,
                                                             const int64_t bytes) {
     const unsigned char *here = rows->at[0] + ROCQ__MM_ROWS * at, *next = here + rows->ahead;
@@ -12268,7 +12274,7 @@ ROCQ__WIDE void rocq__pack_avx512(rocq__mm_pair *pair, const rocq__mm_rows *rows
         rocq__sixteen from = rocq__sixteen_at(rows, at, true, rows->ahead);
         if (interleaved) {
             from = rocq__sixteen_interleaved(rows->at[0] + ROCQ__SIDE_BY_SIDE * at, rows->ahead);
-        } else if (bytes < 64) { // loads of several blocks would prefetch a line again and again
+        } else if (bytes < 64) { // blocks share lines, which each would prefetch again
             rocq__fetch_block_avx2(rows, at + rows->ahead, bytes, ROCQ__MM_PAIR);
             from.next = 0;
         }
@@ -12289,9 +12295,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
     for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
         const rocq__rows from = {rows->at, interleaved ? rows->at[0] : NULL, first / ROCQ__MM_ROWS,
                                  rows->ahead, interleaved};
-        if (!interleaved) {
-            rocq__fetch_block_avx2(rows, at + rows->ahead, bytes, ROCQ__MM_ROWS);
-        }
+        if (!interleaved) rocq__fetch_block_avx2(rows, at + rows->ahead, bytes, ROCQ__MM_ROWS);
         block(&to, ROCQ__PANEL, from, at);
         to.codes += codec->info.block_elems / 2;
         to.scale += codec->info.block_elems / codec->group;
@@ -12819,12 +12823,12 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
 
 // The sums of a single column, by the pass, with any number of rows: all of K at once.
 //
-// On Intel's processors with AVX-512 many rows are read in as many streams as a pass has rows: of
-// 160 rows, say, the first pass takes rows 0, 9, 18 ... 135, the second rows 1, 10, 19 ..., and
-// what is left goes in order. So each stream is contiguous from pass to pass, and the prefetchers
-// follow it; they do not follow several streams within one page, as neighbouring rows would be.
-// Streams are an odd number of rows apart: if they were a multiple of 4 KiB apart, they would share
-// few sets of L1. On Zen 5 neighbouring rows are read up to 1.2 times as fast as streams.
+// With AVX-512, but not on AMD's processors, many rows are read in as many streams as a pass has
+// rows: of 160 rows, say, the first pass takes rows 0, 9, 18 ... 135, the second rows 1, 10, 19
+// ..., and what is left goes in order. So each stream is contiguous from pass to pass, and the
+// prefetchers follow it; they do not follow several streams within one page, as neighbouring rows
+// would be. Streams are an odd number of rows apart: if they were a multiple of 4 KiB apart, they
+// would share few sets of L1. On Zen 5 neighbouring rows are read up to 1.2 times as fast.
 static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix, int64_t m,
                                  int64_t n_rows, const unsigned char *column) {
     const rocq_tensor *w = mm->w;
@@ -12957,7 +12961,7 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
     mm->x_scale = 1.0f;
     mm->simd = ctx->has_simd;
     mm->avx512 = ctx->has_simd && ctx->has_avx512;
-    mm->streams = ctx->has_simd && ctx->has_streams;
+    mm->streams = mm->avx512 && ctx->has_streams;
     mm->avx_vnni = ctx->has_simd && ctx->has_avx_vnni;
     mm->is_adapter = b != NULL;
     mm->interleaved = w->layout == ROCQ_LAYOUT_INTERLEAVED;
@@ -13511,11 +13515,11 @@ enum {
     ROCQ__ATTEND_SIX = 6      // keys, or queries, that it takes
 };
 
-// Rows of which a kernel of few rows prefetches one for each key that it takes: all of them at once
-// would be more than the processor can wait for at a time.
+// Keys or values that are needed next. A kernel prefetches one of them for each key that it takes:
+// all of them at once would be more than the processor can wait for at a time.
 typedef struct rocq__attend_next {
     const void *row[ROCQ__ATTEND_KEYS];
-    int64_t bytes; // of a row
+    int64_t bytes; // of each
 } rocq__attend_next;
 
 typedef struct rocq__attend {
@@ -13970,9 +13974,11 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *it
     const rocq__attend_rows k = rocq__attend_rows_of(a, a->p->k, kv_head, seq);
     const rocq__attend_rows v = rocq__attend_rows_of(a, a->p->v, kv_head, seq);
     const int64_t last = rocq__attend_len(a, seq) - 1;
-    // V of this tile is prefetched while K is read, and K of the next one while V is: by the loops
-    // that decode, or else by the kernels.
-    const bool by_kernels = a->as_is && all_visible && a->simd;
+    // V of this tile is prefetched while K is read, and K of the next tile while V is. Kernels do
+    // that where they read K and V as they are stored and take all keys; else the loops here do,
+    // which may have a row to decode.
+    const bool by_kernels = a->as_is && all_visible;
+    const bool has_next = begin + ROCQ__ATTEND_KEYS <= last;
     rocq__attend_next next;
     next.bytes = v.bytes;
     for (int64_t j = 0; j < n_keys; j++) {
@@ -13984,12 +13990,16 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *it
     rocq__attend_scores(a, n, line, n_keys, local, by_kernels ? &next : NULL);
     next.bytes = k.bytes;
     for (int64_t j = 0; j < n_keys; j++) {
-        const int64_t at = rocq__attend_row(a, ROCQ__MIN(keys[j] + ROCQ__ATTEND_KEYS, last), seq);
-        next.row[j] = k.base + at * k.step;
-        if (!by_kernels) rocq__attend_prefetch(&k, at);
+        if (has_next) {
+            const int64_t key = ROCQ__MIN(keys[j] + ROCQ__ATTEND_KEYS, last);
+            const int64_t at = rocq__attend_row(a, key, seq);
+            next.row[j] = k.base + at * k.step;
+            if (!by_kernels) rocq__attend_prefetch(&k, at);
+        }
         line[j] = rocq__attend_line(a, &v, row[j], local->tile + j * pitch);
     }
-    rocq__attend_sums(a, n, line, n_keys, all_visible, local, by_kernels ? &next : NULL);
+    rocq__attend_sums(a, n, line, n_keys, all_visible, local,
+                      by_kernels && has_next ? &next : NULL);
 }
 
 // -- many rows --
@@ -20685,7 +20695,8 @@ static rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__product *g, 
     return sum;
 }
 
-// The args of products with this x. w has the batches of every product's.
+// The args of products with this x, without the products. Every product's w has as many matrices as
+// this one.
 static rocq_k_matmul_args rocq__tile_args(const rocq_tensor *w, const rocq_tensor *x) {
     rocq_k_matmul_args args;
     memset(&args, 0, sizeof args);
@@ -20701,7 +20712,8 @@ static rocq_k_matmul_args rocq__tile_args(const rocq_tensor *w, const rocq_tenso
     return args;
 }
 
-// A product of such args, but for what depends on the tiles. w is g->w or its F16 copy.
+// A product of such args; tiles_m and work, which depend on the tiles, stay 0. w is g->w or its F16
+// copy.
 static rocq_k_matmul_product rocq__tile_product(const rocq__product *g, const rocq_tensor *w) {
     rocq_k_matmul_product product;
     memset(&product, 0, sizeof product);

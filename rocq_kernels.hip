@@ -4467,9 +4467,9 @@ struct matmul_place {
     uint32_t split, begin, end; // the split of K, and its steps
 };
 // The product that a block belongs to, and the block's number among those of this product.
-// Epilogues begin with a copy of the product: clang does not load before a loop what the loop reads
-// behind a condition, unless it knows that this memory is there, as it does not of a product whose
-// index is a variable.
+// matmul_finish and matmul_f32_finish begin with a copy of the product. What a loop reads behind a
+// condition clang loads before the loop only if it knows that the memory is there, and it does not
+// know that of a product whose index is a variable: then each turn of the loop loads it anew.
 struct matmul_block {
     int product;
     uint32_t index;
