@@ -294,6 +294,33 @@ static void head_groups(void **state) {
     }
 }
 
+// One query of heads that share no keys is a row by itself. F16 has kernels of its own for that,
+// where the head size is a multiple of 64. They take eight keys at a time.
+static void rows_by_themselves(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {64, 96, 128, 192};
+    for (int64_t n_kv = 1; n_kv <= 210; n_kv += n_kv < 20 || n_kv > 180 ? 1 : 13) {
+        for (int kind = 0; kind < 6; kind++) {
+            shape s = basic();
+            s.head_dim = sizes[(n_kv + kind) % 4];
+            s.n_kv_heads = s.n_heads;
+            s.n_q = 1;
+            s.n_kv = n_kv;
+            s.k_format = kind == 4 ? ROCQ_Q8_0 : ROCQ_F16;
+            s.v_format = kind == 5 ? ROCQ_BF16 : ROCQ_F16;
+            s.causal = true;
+            if (kind == 1) s.window = (int32_t)(1 + n_kv / 2);
+            if (kind == 2) s.page_size = 16;
+            if (kind == 3) {
+                s.mask_heads = s.n_heads;
+                s.mask_seqs = 1;
+                s.mask_hidden = 0.4f;
+            }
+            solve(s);
+        }
+    }
+}
+
 static void formats(void **state) {
     (void)state;
     for (size_t k = 0; k < sizeof kv_formats / sizeof kv_formats[0]; k++) {
@@ -830,6 +857,7 @@ int main(void) {
         cmocka_unit_test(head_sizes),
         cmocka_unit_test(counts_of_queries_and_keys),
         cmocka_unit_test(head_groups),
+        cmocka_unit_test(rows_by_themselves),
         cmocka_unit_test(formats),
         cmocka_unit_test(hadamard_rows),
         cmocka_unit_test(each_option),
