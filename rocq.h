@@ -5466,7 +5466,7 @@ typedef struct rocq__plan {
 enum {
     ROCQ__MOST_PRODUCTS = 16, // in a chain; the bound also ends a chain that is a cycle
     ROCQ__PLAN_STAGES = 2 + ROCQ__MOST_PRODUCTS, // of one op; the most such a chain has
-    ROCQ__PLAN_BYTES = 25600, // of one op
+    ROCQ__PLAN_BYTES = 26112, // of one op
     // Handing a chunk to a thread that spins costs 0.2 microseconds; to one that sleeps, over 5.
     ROCQ__WORTH_STEP = 16384,
     ROCQ__WORTH_OP = 65536,
@@ -9888,7 +9888,8 @@ enum {
                                // of a block of 16 rows if those are more
     ROCQ__MM_AHEAD = 131072,   // most bytes that a waiting thread prefetches: 1/16 to 1/4 of L2
     ROCQ__MM_PASS_ROWS = 4096, // of a lone column: so many go through the epilogue at once
-    ROCQ__MM_FEW = 16       // up to so many columns w is read in order: see rocq__mm_sums
+    ROCQ__MM_FEW = 16,      // up to so many columns w is read in order: see rocq__mm_sums
+    ROCQ__MM_AT_ONCE = 4    // segments that rocq__dot_row takes at once
 };
 
 // A pair of int8 panels, as the dot instructions want it: codes[k / 4][row][k % 4], scale and
@@ -9965,6 +9966,9 @@ typedef void (*rocq__mm_pass)(float *sums, const rocq__mm_tile *tile, const rocq
 typedef void (*rocq__mm_dot_float)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
                                    int64_t k, const float *x, int64_t column_floats, int64_t n);
 
+// Returns the product of one row, of k elements, with one column.
+typedef float (*rocq__mm_dot_row)(const unsigned char *w, const float *x, int64_t k);
+
 typedef struct rocq__mm {
     const rocq_matmul_params *p;
     const rocq_tensor *w, *x; // p's, or of an adapter lora_b and lora_t
@@ -9999,6 +10003,7 @@ typedef struct rocq__mm {
     bool eights;                  // F32 panels are [k / 8][row][8], as rocq__dot_panel wants them
     rocq__mm_dot_float dot_f32;   // of rows in F32
     rocq__mm_dot_float dot_as_is; // of rows in w's format, or NULL
+    rocq__mm_dot_row dot_row;     // a lone column: of a row in w's format, or NULL
 } rocq__mm;
 
 // -- step 1: columns --
@@ -10587,6 +10592,54 @@ ROCQ__V8 void rocq__dot_float(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_row
 ROCQ__DOT_FLOAT(f32_simd, F32, ROCQ__SIMD, rocq__dot_float, 3)
 ROCQ__DOT_FLOAT(f16_simd, F16, ROCQ__SIMD, rocq__dot_float, 3)
 ROCQ__DOT_FLOAT(bf16_simd, BF16, ROCQ__SIMD, rocq__dot_float, 3)
+
+// The product of a row with a lone column, over all of K, with the same bits. Its caller reads row
+// after row, which is the order of memory: from there Zen 5 reads 1.1 to 1.3 times as fast as by
+// eight rows at a time. A row's segments are sums of their own, so a few of them in turn hide the
+// latency of the adds. Meanwhile as many bytes are prefetched, a page beyond the next segments.
+ROCQ__V8 float rocq__dot_row(const rocq_format format, const unsigned char *w, const float *x,
+                             int64_t k) {
+    enum { STEP = ROCQ__MM_AT_ONCE * ROCQ__MM_SEGMENT, PAGE = 4096 };
+    const int64_t bytes = format == ROCQ_F32 ? 4 : 2;
+    float sum = 0.0f, part[ROCQ__MM_AT_ONCE];
+    for (; k >= STEP; k -= STEP, x += STEP, w += STEP * bytes) {
+        rocq__v8 s[ROCQ__MM_AT_ONCE];
+        ROCQ__UNROLL
+        for (int j = 0; j < ROCQ__MM_AT_ONCE; j++) s[j] = rocq__v8_set1(0.0f);
+        for (int64_t i = 0; i < ROCQ__MM_SEGMENT; i += 8) {
+            ROCQ__UNROLL
+            for (int j = 0; j < ROCQ__MM_AT_ONCE; j++) {
+                const int64_t at = i + j * ROCQ__MM_SEGMENT;
+                const rocq__v8 a = rocq__v8_load_float(format, w + at * bytes);
+                if (i * bytes % 64 == 0) {
+                    ROCQ__FETCH(w, (STEP + ROCQ__MM_AT_ONCE * i) * bytes + 64 * j + PAGE);
+                }
+                s[j] = rocq__v8_fma(a, rocq__v8_load(x + at), s[j]);
+            }
+        }
+        rocq__v8_sum4(part, s[0], s[1], s[2], s[3]);
+        for (int j = 0; j < ROCQ__MM_AT_ONCE; j++) sum += part[j];
+    }
+    for (int64_t some; k > 0; k -= some, x += some, w += some * bytes) {
+        rocq__v8 s = rocq__v8_set1(0.0f);
+        some = ROCQ__MIN(k, (int64_t)ROCQ__MM_SEGMENT);
+        for (int64_t i = 0; i < some; i += 8) {
+            s = rocq__v8_fma(rocq__v8_load_float(format, w + i * bytes), rocq__v8_load(x + i), s);
+        }
+        rocq__v8_sum4(part, s, s, s, s);
+        sum += part[0];
+    }
+    return sum;
+}
+
+#define ROCQ__DOT_ROW(name, NAME)                                                                 \
+    ROCQ__SIMD static float rocq__dot_row_##name(const unsigned char *w, const float *x, int64_t k) { \
+        return rocq__dot_row(ROCQ_##NAME, w, x, k);                                               \
+    }
+ROCQ__DOT_ROW(f32, F32)
+ROCQ__DOT_ROW(f16, F16)
+ROCQ__DOT_ROW(bf16, BF16)
+#undef ROCQ__DOT_ROW
 
 #if ROCQ__HAS_AVX2
 // The same in vectors of 64 bytes, with the same bits: eight floats of two rows, by the same eight
@@ -12520,6 +12573,15 @@ static void rocq__mm_choose_float(rocq__mm *mm) {
     if (mm->simd && few && format == ROCQ_BF16) mm->dot_as_is = bf16;
 #endif
     if (format == ROCQ_F32) mm->dot_as_is = mm->dot_f32;
+#if ROCQ__HAS_V8
+    const int64_t k = mm->w->ne[0];
+    if (mm->simd && mm->n == 1 && k % 8 == 0 && k >= ROCQ__MM_AT_ONCE * ROCQ__MM_SEGMENT) {
+        mm->dot_row = format == ROCQ_F32    ? rocq__dot_row_f32
+                      : format == ROCQ_F16  ? rocq__dot_row_f16
+                      : format == ROCQ_BF16 ? rocq__dot_row_bf16
+                                            : NULL;
+    }
+#endif
 #if ROCQ__HAS_AVX2
     if (mm->avx512 && !few) {
         mm->dot_f32 = rocq__dot_panel_avx512;
@@ -12783,6 +12845,13 @@ static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matri
     const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
     const unsigned char *first_row = rocq__row(w, m, matrix % w->ne[2], matrix / w->ne[2]);
     const int64_t stride = rocq__bytes(w->format, w->stride[1]);
+    if (mm->dot_row) {
+        const float *x = (const float *)(const void *)columns;
+        for (int64_t r = 0; r < n_rows; r++) {
+            work->sums[0][r] = mm->dot_row(first_row + r * stride, x, w->ne[0]);
+        }
+        return;
+    }
     for (int64_t r = 0; r < n_padded; r++) row[r] = first_row + ROCQ__MIN(r, n_rows - 1) * stride;
     memset(work->sums, 0, (size_t)((n + 7) / 8 * 8) * sizeof work->sums[0]);
     const int64_t some = few ? step : n_padded;

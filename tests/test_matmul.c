@@ -399,6 +399,22 @@ static void tiles(void **state) {
     }
 }
 
+// A lone column of floats is multiplied row by row where K is long (rocq__dot_row): in four
+// segments at once, then one by one, the last not whole. The bits are those of many columns.
+static void long_rows_of_floats(void **state) {
+    static const rocq_format formats[] = {ROCQ_F32, ROCQ_F16, ROCQ_BF16};
+    static const int64_t ks[] = {2040, 2048, 2056, 4096 + 512 + 16, 4100};
+    (void)state;
+    for (int i = 0; i < 15; i++) {
+        const shape s = {.w = formats[i / 5], .x = ROCQ_F32, .m = 11, .n = 18, .k = ks[i % 5],
+                         .w_layout = i % 2 ? BOX_STRIDED : (box_layout)0, .y_layout = BOX_STRIDED};
+        problem a = make(s);
+        solve(&a);
+        for (int c = 0; c < 18; c++) check_part(&a, 1, c % 3, 8 + c % 2, c, 1);
+        destroy(&a);
+    }
+}
+
 // -- rows that lie interleaved --
 
 static const rocq_format interleaved_formats[] = {ROCQ_Q4_0, ROCQ_Q8_0, ROCQ_Q4_K, ROCQ_Q5_K,
@@ -1251,7 +1267,8 @@ int main(void) {
         cmocka_unit_test(interleaved_rows), cmocka_unit_test(interleaved_rows_are_decoded),
         cmocka_unit_test(interleaved_rows_are_not_copied),
         cmocka_unit_test(interleaved_rows_that_are_refused),
-        cmocka_unit_test(tiles), cmocka_unit_test(only_streams_are_taken_together),
+        cmocka_unit_test(tiles), cmocka_unit_test(long_rows_of_floats),
+        cmocka_unit_test(only_streams_are_taken_together),
         cmocka_unit_test(a_share_reads_its_first_rows_first),
         cmocka_unit_test(outliers),
         cmocka_unit_test(extreme_codes),
