@@ -13600,6 +13600,7 @@ typedef struct rocq__attend {
     int64_t tile_rows; // rows in one item; of several tiles a multiple of LANES
     int64_t n_tiles;
     int64_t n_splits;  // of the longest sequence, by its kv_len
+    int64_t n_items;
     int64_t most_splits; // n_splits if it had all n_kv positions
     int64_t worth;     // rocq__plan.worth
     int64_t pitch;     // floats from row to row in scratch
@@ -13625,6 +13626,13 @@ typedef struct rocq__attend {
 typedef struct rocq__attend_item {
     int64_t seq, kv_head, row0, n;
 } rocq__attend_item;
+
+// Positions [begin, end) of K and V, for the rows of an item.
+typedef struct rocq__attend_keys {
+    const rocq__attend_item *item;
+    int64_t begin, end;
+    bool all_visible; // every row sees all of them
+} rocq__attend_keys;
 
 // score[0][j] = q[0] . k[j] for one row; n is a multiple of 32, n_keys of 8.
 static void rocq__dots_scalar(const float *const *q, const void *const *k, int64_t n_keys,
@@ -13741,22 +13749,192 @@ ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *cons
     }
 }
 
+#if ROCQ__HAS_AVX2
+// -- few rows, in vectors of 64 bytes: with the same bits --
+
+#define ROCQ__WIDE ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE
+
+// Where eight elements of a row of K or V are stored, from element i on, a multiple of eight.
+ROCQ__WIDE const unsigned char *rocq__wide_at(const rocq_format format, const void *row,
+                                              int64_t i) {
+    const unsigned char *at = (const unsigned char *)row;
+    return format == ROCQ_F32    ? at + 4 * i
+           : format == ROCQ_Q8_0 ? at + i / 32 * 34 + 2 + i % 32
+           : format == ROCQ_Q4_0 ? at + i / 32 * 18 + 2 + i % 16
+                                 : at + 2 * i;
+}
+
+// The scales of element i of two rows, each in half of a vector; formats without have none.
+ROCQ__WIDE __m512 rocq__wide_scale(const rocq_format format, const void *a, const void *b,
+                                   int64_t i) {
+    const int64_t at = format == ROCQ_Q8_0 ? i / 32 * 34 : i / 32 * 18;
+    if (format != ROCQ_Q8_0 && format != ROCQ_Q4_0) return _mm512_setzero_ps();
+    return _mm512_insertf32x8(
+        _mm512_castps256_ps512(rocq__v8_set1_f16((const unsigned char *)a + at)),
+        rocq__v8_set1_f16((const unsigned char *)b + at), 1);
+}
+
+// Elements i to i + 7 of row a and then of row b; or, if b is NULL, elements i to i + 15 of row a.
+ROCQ__WIDE __m512 rocq__wide_load(const rocq_format format, const void *a, const void *b,
+                                  int64_t i, __m512 scale) {
+    const unsigned char *low = rocq__wide_at(format, a, i);
+    const unsigned char *high = b ? rocq__wide_at(format, b, i) : NULL;
+    if (format == ROCQ_F32) {
+        const float *from = (const float *)(const void *)low;
+        return high ? _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(from)),
+                                         _mm256_loadu_ps((const float *)(const void *)high), 1)
+                    : _mm512_loadu_ps(from);
+    }
+    if (format == ROCQ_F16 || format == ROCQ_BF16) {
+        const __m128i *from = (const __m128i *)(const void *)low;
+        const __m256i half = high ? _mm256_loadu2_m128i((const __m128i *)(const void *)high, from)
+                                  : rocq__load_32_avx2(low);
+        if (format == ROCQ_F16) return _mm512_cvtph_ps(half);
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+    }
+    __m128i code = high ? _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *)(const void *)low),
+                                             _mm_loadl_epi64((const __m128i *)(const void *)high))
+                        : rocq__load_16_avx2(low);
+    if (format == ROCQ_Q4_0) {
+        if (i % 32 >= 16) code = _mm_srli_epi16(code, 4);
+        code = _mm_sub_epi8(_mm_and_si128(code, _mm_set1_epi8(15)), _mm_set1_epi8(8));
+    }
+    return _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(code)));
+}
+
+// Eight keys at a time, two in each vector.
+ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const float *const *q,
+                                const void *const *k, int64_t n_keys, int64_t n,
+                                float *const *score, const rocq__attend_next *next) {
+    const int64_t bytes = next ? (next->bytes + 63) / 64 * 64 : 0;
+    for (int64_t first = 0; first < n_keys; first += 8) {
+        __m512 sum[4][4]; // [rows][pairs]
+        int64_t fetched = 0, fetch_end = 0;
+        ROCQ__UNROLL
+        for (int l = 0; l < 16; l++) sum[l / 4][l % 4] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < n; i += 32, fetched = fetch_end) {
+            fetch_end = bytes * (i + 32) / n / 64 * 64; // this part of the next rows' bytes
+            for (int j = 0; fetched < fetch_end && j < 8; j++) {
+                rocq__fetch_part(next, first + j, fetched, fetch_end);
+            }
+            __m512 scale[4];
+            ROCQ__UNROLL
+            for (int p = 0; p < 4; p++) {
+                const void *const *pair = k + first + 2 * p;
+                scale[p] = rocq__wide_scale(format, pair[0], pair[1], i);
+            }
+            ROCQ__UNROLL
+            for (int l = 0; l < 32; l += 8) {
+                __m512 query[4];
+                ROCQ__UNROLL
+                for (int r = 0; r < rows; r++) {
+                    query[r] = _mm512_broadcast_f32x8(_mm256_loadu_ps(q[r] + i + l));
+                }
+                ROCQ__UNROLL
+                for (int p = 0; p < 4; p++) {
+                    const void *const *pair = k + first + 2 * p;
+                    const __m512 key = rocq__wide_load(format, pair[0], pair[1], i + l, scale[p]);
+                    ROCQ__UNROLL
+                    for (int r = 0; r < rows; r++) {
+                        sum[r][p] = _mm512_fmadd_ps(query[r], key, sum[r][p]);
+                    }
+                }
+            }
+        }
+        ROCQ__UNROLL
+        for (int r = 0; r < rows; r++) {
+            rocq__v8 of_key[8];
+            ROCQ__UNROLL
+            for (int p = 0; p < 4; p++) {
+                of_key[2 * p] = _mm512_castps512_ps256(sum[r][p]);
+                of_key[2 * p + 1] = _mm512_extractf32x8_ps(sum[r][p], 1);
+            }
+            rocq__v8_store(score[r] + first, rocq__v8_sum8(of_key));
+        }
+    }
+}
+
+// Elements i to i + 16 n_vectors - 1 of each acc, which are in registers meanwhile; [fetched,
+// fetch_end) of the next rows' bytes are prefetched.
+ROCQ__WIDE void rocq__values_part(const rocq_format format, const int rows, const int n_vectors,
+                                  float *const *acc, const float *keep, const void *const *v,
+                                  const float *const *weight, int64_t n_keys, int64_t i,
+                                  const rocq__attend_next *next, int64_t fetched,
+                                  int64_t fetch_end) {
+    __m512 a[4][4];
+    ROCQ__UNROLL
+    for (int r = 0; r < rows; r++) {
+        ROCQ__UNROLL
+        for (int l = 0; l < n_vectors; l++) {
+            a[r][l] = _mm512_mul_ps(_mm512_set1_ps(keep[r]), _mm512_loadu_ps(acc[r] + i + 16 * l));
+        }
+    }
+    for (int64_t j = 0; j < n_keys; j++) {
+        __m512 value[4];
+        if (fetched < fetch_end) rocq__fetch_part(next, j, fetched, fetch_end);
+        ROCQ__UNROLL
+        for (int l = 0; l < n_vectors; l++) {
+            const int64_t at = i + 16 * l;
+            const __m512 scale = rocq__wide_scale(format, v[j], v[j], at);
+            value[l] = rocq__wide_load(format, v[j], NULL, at, scale);
+        }
+        ROCQ__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const __m512 w = _mm512_set1_ps(weight[r][j]);
+            ROCQ__UNROLL
+            for (int l = 0; l < n_vectors; l++) a[r][l] = _mm512_fmadd_ps(w, value[l], a[r][l]);
+        }
+    }
+    ROCQ__UNROLL
+    for (int r = 0; r < rows; r++) {
+        ROCQ__UNROLL
+        for (int l = 0; l < n_vectors; l++) _mm512_storeu_ps(acc[r] + i + 16 * l, a[r][l]);
+    }
+}
+
+ROCQ__WIDE void rocq__values_wide(const rocq_format format, const int rows, float *const *acc,
+                                  const float *keep, const void *const *v,
+                                  const float *const *weight, int64_t n_keys, int64_t n,
+                                  const rocq__attend_next *next) {
+    const int64_t bytes = next ? (next->bytes + 63) / 64 * 64 : 0;
+    int64_t i = 0, fetched = 0, end;
+    for (; i + 64 <= n; i += 64, fetched = end) {
+        end = bytes * (i + 64) / n / 64 * 64;
+        rocq__values_part(format, rows, 4, acc, keep, v, weight, n_keys, i, next, fetched, end);
+    }
+    if (i == n) return;
+    rocq__values_part(format, rows, 2, acc, keep, v, weight, n_keys, i, next, fetched, bytes);
+}
+#undef ROCQ__WIDE
+#endif
+
 #define ROCQ__ATTEND_FORMATS(X)                                                                    \
     X(f16, F16, 1)                                                                                 \
     X(f32, F32, 2) X(f16, F16, 2) X(bf16, BF16, 2) X(q8_0, Q8_0, 2) X(q4_0, Q4_0, 2)               \
     X(f32, F32, 4) X(f16, F16, 4) X(bf16, BF16, 4) X(q8_0, Q8_0, 4) X(q4_0, Q4_0, 4)
-#define ROCQ__ATTEND_KERNELS(name, NAME, ROWS)                                                     \
-    static ROCQ__SIMD void rocq__dots_##name##_##ROWS(                                             \
+#define ROCQ__ATTEND_KERNELS(name, NAME, ROWS, TARGET, tier, dots, values)                         \
+    static TARGET void rocq__dots_##name##_##ROWS##tier(                                           \
         const float *const *q, const void *const *k, int64_t n_keys, int64_t n,                    \
         float *const *score, const rocq__attend_next *next) {                                      \
-        rocq__dots(ROCQ_##NAME, ROWS, q, k, n_keys, n, score, next);                               \
+        dots(ROCQ_##NAME, ROWS, q, k, n_keys, n, score, next);                                     \
     }                                                                                              \
-    static ROCQ__SIMD void rocq__values_##name##_##ROWS(                                           \
+    static TARGET void rocq__values_##name##_##ROWS##tier(                                         \
         float *const *acc, const float *keep, const void *const *v, const float *const *weight,    \
         int64_t n_keys, int64_t n, const rocq__attend_next *next) {                                \
-        rocq__values(ROCQ_##NAME, ROWS, acc, keep, v, weight, n_keys, n, next);                    \
+        values(ROCQ_##NAME, ROWS, acc, keep, v, weight, n_keys, n, next);                          \
     }
-ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_KERNELS)
+#define ROCQ__ATTEND_SIMD(name, NAME, ROWS)                                                        \
+    ROCQ__ATTEND_KERNELS(name, NAME, ROWS, ROCQ__SIMD, , rocq__dots, rocq__values)
+ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_SIMD)
+#undef ROCQ__ATTEND_SIMD
+#if ROCQ__HAS_AVX2
+#define ROCQ__ATTEND_AVX512(name, NAME, ROWS)                                                      \
+    ROCQ__ATTEND_KERNELS(name, NAME, ROWS, ROCQ__TARGET_AVX512, _avx512, rocq__dots_wide,          \
+                         rocq__values_wide)
+ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_AVX512)
+#undef ROCQ__ATTEND_AVX512
+#endif
+#undef ROCQ__ATTEND_KERNELS
 
 #endif
 
@@ -13778,7 +13956,13 @@ static void rocq__attend_kernels(rocq__attend *a) {
     if (v == ROCQ_##NAME && a->rows == ROWS) a->values = rocq__values_##name##_##ROWS;
     ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_CASE)
 #undef ROCQ__ATTEND_CASE
-#undef ROCQ__ATTEND_KERNELS
+#if ROCQ__HAS_AVX2
+#define ROCQ__ATTEND_CASE(name, NAME, ROWS)                                                       \
+    if (k == ROCQ_##NAME && a->rows == ROWS) a->dots = rocq__dots_##name##_##ROWS##_avx512;       \
+    if (v == ROCQ_##NAME && a->rows == ROWS) a->values = rocq__values_##name##_##ROWS##_avx512;
+    if (a->wide) { ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_CASE) }
+#undef ROCQ__ATTEND_CASE
+#endif
 #undef ROCQ__ATTEND_FORMATS
 #endif
 }
@@ -13960,21 +14144,39 @@ static rocq__attend_rows rocq__attend_rows_of(const rocq__attend *a, const rocq_
     return rows;
 }
 
+// Where n positions of a sequence are stored, from position `first` on; behind position `last`
+// there is nothing, and its own place comes again.
+static void rocq__attend_lines(const rocq__attend *a, const rocq__attend_rows *rows, int64_t seq,
+                               int64_t first, int64_t n, int64_t last, const void **line) {
+    const unsigned char *at = NULL;
+    int64_t left = 0; // positions that follow at the same distance
+    for (int64_t j = 0; j < n; j++, left--) {
+        const int64_t pos = first + j;
+        if (left > 0) {
+            at += pos <= last ? rows->step : 0;
+        } else {
+            at = rows->base + rocq__attend_row(a, ROCQ__MIN(pos, last), seq) * rows->step;
+            left = a->p->page_table ? a->p->page_size - (uint32_t)pos % (uint32_t)a->p->page_size
+                                    : n;
+        }
+        line[j] = at;
+    }
+}
+
 // Where the kernels find a row: as it is stored for few query rows, else decoded to dst. F32 rows
 // are copied too: a power of two apart, as in a KV cache, they map to the same sets of L1 and would
 // evict each other.
 static inline const void *rocq__attend_line(const rocq__attend *a, const rocq__attend_rows *rows,
-                                            int64_t row, float *dst) {
-    const unsigned char *from = rows->base + row * rows->step;
-    if (a->as_is) return from;
-    rocq__decode(a->simd, rows->format, dst, from, a->head_dim);
+                                            const void *line, float *dst) {
+    if (a->as_is) return line;
+    rocq__decode(a->simd, rows->format, dst, line, a->head_dim);
     return dst;
 }
 
 // In software, because a KV head's rows may be too far apart for the hardware's prefetcher, and V's
 // are read a few elements of each row at a time.
-static inline void rocq__attend_prefetch(const rocq__attend_rows *rows, int64_t row) {
-    for (int64_t i = 0; i < rows->bytes; i += 64) ROCQ__PREFETCH(rows->base + row * rows->step + i);
+static inline void rocq__attend_prefetch(const rocq__attend_rows *rows, const void *line) {
+    for (int64_t i = 0; i < rows->bytes; i += 64) ROCQ__PREFETCH((const unsigned char *)line + i);
 }
 
 // score of n rows and the n_keys keys at line. Where rows or keys are fewer than a kernel takes,
@@ -14027,48 +14229,53 @@ static void rocq__attend_sums(const rocq__attend *a, int64_t n, const void *cons
     }
 }
 
-// Adds keys [begin, end) to m, l and acc of an item's rows; with all_visible every row sees them.
-static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *item, int64_t begin,
-                              int64_t end, bool all_visible, const rocq__attend_local *local) {
-    const int64_t pitch = a->pitch, seq = item->seq, kv_head = item->kv_head, n = item->n;
-    const void *line[ROCQ__ATTEND_KEYS];
-    int64_t keys[ROCQ__ATTEND_KEYS], row[ROCQ__ATTEND_KEYS], n_keys = end - begin;
-    if (all_visible) {
-        for (int64_t j = 0; j < n_keys; j++) keys[j] = begin + j;
-    } else {
-        n_keys = rocq__attend_bias(a, item, begin, end, local->bias, keys);
-    }
-    if (n_keys == 0) return;
-
+// Adds a tile of keys to m, l and acc of its item's rows. next: what the thread will read
+// afterwards, or NULL.
+static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_keys *tile,
+                              const rocq__attend_keys *next_tile,
+                              const rocq__attend_local *local) {
+    const int64_t seq = tile->item->seq, kv_head = tile->item->kv_head, n = tile->item->n;
+    const int64_t last = rocq__attend_len(a, seq) - 1, pitch = a->pitch;
     const rocq__attend_rows k = rocq__attend_rows_of(a, a->p->k, kv_head, seq);
     const rocq__attend_rows v = rocq__attend_rows_of(a, a->p->v, kv_head, seq);
-    const int64_t last = rocq__attend_len(a, seq) - 1;
     // V of this tile is prefetched while K is read, and K of the next tile while V is. Kernels do
     // that where they read K and V as they are stored and take all keys; else the loops here do,
     // which may have a row to decode.
-    const bool by_kernels = a->as_is && all_visible;
-    const bool has_next = begin + ROCQ__ATTEND_KEYS <= last;
+    const bool by_kernels = a->as_is && tile->all_visible;
+    const void *line[ROCQ__ATTEND_KEYS];
     rocq__attend_next next;
+    int64_t keys[ROCQ__ATTEND_KEYS], n_keys = tile->end - tile->begin;
+    rocq__attend_lines(a, &k, seq, tile->begin, n_keys, last, line);
+    rocq__attend_lines(a, &v, seq, tile->begin, n_keys, last, next.row);
     next.bytes = v.bytes;
-    for (int64_t j = 0; j < n_keys; j++) {
-        row[j] = rocq__attend_row(a, keys[j], seq);
-        next.row[j] = v.base + row[j] * v.step;
-        if (!by_kernels) rocq__attend_prefetch(&v, row[j]);
-        line[j] = rocq__attend_line(a, &k, row[j], local->tile + j * pitch);
+    if (!tile->all_visible) {
+        n_keys = rocq__attend_bias(a, tile->item, tile->begin, tile->end, local->bias, keys);
+        if (n_keys == 0) return;
+        for (int64_t j = 0; j < n_keys; j++) {
+            line[j] = line[keys[j] - tile->begin];
+            next.row[j] = next.row[keys[j] - tile->begin];
+        }
+    }
+    for (int64_t j = 0; !by_kernels && j < n_keys; j++) {
+        rocq__attend_prefetch(&v, next.row[j]);
+        line[j] = rocq__attend_line(a, &k, line[j], local->tile + j * pitch);
     }
     rocq__attend_scores(a, n, line, n_keys, local, by_kernels ? &next : NULL);
+
+    memcpy(line, next.row, (size_t)n_keys * sizeof *line);
     next.bytes = k.bytes;
-    for (int64_t j = 0; j < n_keys; j++) {
-        if (has_next) {
-            const int64_t key = ROCQ__MIN(keys[j] + ROCQ__ATTEND_KEYS, last);
-            const int64_t at = rocq__attend_row(a, key, seq);
-            next.row[j] = k.base + at * k.step;
-            if (!by_kernels) rocq__attend_prefetch(&k, at);
-        }
-        line[j] = rocq__attend_line(a, &v, row[j], local->tile + j * pitch);
+    if (next_tile) {
+        const rocq__attend_item *item = next_tile->item;
+        const rocq__attend_rows rows = rocq__attend_rows_of(a, a->p->k, item->kv_head, item->seq);
+        rocq__attend_lines(a, &rows, item->seq, next_tile->begin, n_keys,
+                           rocq__attend_len(a, item->seq) - 1, next.row);
     }
-    rocq__attend_sums(a, n, line, n_keys, all_visible, local,
-                      by_kernels && has_next ? &next : NULL);
+    for (int64_t j = 0; !by_kernels && j < n_keys; j++) {
+        if (next_tile) rocq__attend_prefetch(&k, next.row[j]);
+        line[j] = rocq__attend_line(a, &v, line[j], local->tile + j * pitch);
+    }
+    rocq__attend_sums(a, n, line, n_keys, tile->all_visible, local,
+                      by_kernels && next_tile ? &next : NULL);
 }
 
 // -- many rows --
@@ -14390,49 +14597,76 @@ static void rocq__attend_start(const rocq__attend *a, const rocq__attend_item *i
     }
 }
 
-static void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32_t thread) {
+// An item of work, and positions [begin, end), which some of its rows see, and [all_begin, all_end),
+// which all of them do.
+typedef struct rocq__attend_part {
+    rocq__attend_item rows;
+    int64_t split, begin, end, all_begin, all_end;
+} rocq__attend_part;
+
+// Item number `number`, or one that sees nothing if there are not so many. Of few rows a split's
+// heads follow each other: at each position their K and V lie side by side, so that a thread reads
+// memory nearly in order.
+static rocq__attend_part rocq__attend_part_of(const rocq__attend *a, int64_t number) {
+    const int64_t heads = a->n_kv_heads * a->n_seqs, head = number / a->n_tiles % heads;
+    const int64_t row0 = number % a->n_tiles * a->tile_rows;
+    rocq__attend_part part;
+    memset(&part, 0, sizeof part);
+    if (number >= a->n_items) return part;
+    part.rows.seq = head / a->n_kv_heads;
+    part.rows.kv_head = head % a->n_kv_heads;
+    part.rows.row0 = row0;
+    part.rows.n = ROCQ__MIN(a->tile_rows, a->n_rows - row0);
+    part.split = number / a->n_tiles / heads;
+    const int64_t len = rocq__attend_len(a, part.rows.seq);
+    const int64_t last_row = row0 + part.rows.n - 1;
+    rocq__attend_range(a, len, row0 / a->group, &part.begin, &part.all_end);
+    rocq__attend_range(a, len, last_row / a->group, &part.all_begin, &part.end);
+    if (a->n_splits > 1) {
+        part.begin = ROCQ__MAX(part.begin, part.split * ROCQ__ATTEND_SPLIT);
+        part.end = ROCQ__MIN(part.end, (part.split + 1) * ROCQ__ATTEND_SPLIT);
+    }
+    return part;
+}
+
+static void rocq__attend_task(void *arg, int64_t number, int64_t number_end, int32_t thread) {
     const rocq__attend *a = (const rocq__attend *)arg;
     const int64_t dim = a->head_dim, pitch = a->pitch;
     const rocq__attend_local local = rocq__attend_local_of(a, thread);
     if (!a->as_is) memset(local.tile, 0, (size_t)(ROCQ__ATTEND_KEYS * pitch) * sizeof(float));
-    for (; item < item_end; item++) {
-        const int64_t split = item % a->n_splits, tile = item / a->n_splits % a->n_tiles;
-        const int64_t head_seq = item / a->n_splits / a->n_tiles;
-        const int64_t kv_head = head_seq % a->n_kv_heads, seq = head_seq / a->n_kv_heads;
-        const int64_t row0 = tile * a->tile_rows, n = ROCQ__MIN(a->tile_rows, a->n_rows - row0);
-        const rocq__attend_item rows = {seq, kv_head, row0, n};
-        const int64_t len = rocq__attend_len(a, seq);
-        int64_t lo_first, hi_first, lo_last, hi_last;
-        rocq__attend_range(a, len, row0 / a->group, &lo_first, &hi_first);
-        rocq__attend_range(a, len, (row0 + n - 1) / a->group, &lo_last, &hi_last);
-        int64_t begin = lo_first, end = hi_last;
-        if (a->n_splits > 1) {
-            begin = ROCQ__MAX(begin, split * ROCQ__ATTEND_SPLIT);
-            end = ROCQ__MIN(end, (split + 1) * ROCQ__ATTEND_SPLIT);
-        }
-        rocq__attend_start(a, &rows, &local);
-        // All rows see [lo_last, hi_first). For few rows, tiles also end at these two positions, so
-        // that most tiles are seen by all rows and need no bias.
-        for (int64_t first = begin, last; first < end; first = last) {
+    rocq__attend_part part = rocq__attend_part_of(a, number), after;
+    for (; number < number_end; number++, part = after) {
+        const int64_t seq = part.rows.seq, kv_head = part.rows.kv_head, row0 = part.rows.row0;
+        const int64_t n = part.rows.n, end = part.end;
+        after = rocq__attend_part_of(a, number + 1);
+        rocq__attend_start(a, &part.rows, &local);
+        // Of few rows, tiles also end at all_begin and all_end, so that most tiles are seen by all
+        // rows and need no bias.
+        for (int64_t first = part.begin, last; first < end; first = last) {
             last = ROCQ__MIN(first - first % ROCQ__ATTEND_KEYS + ROCQ__ATTEND_KEYS, end);
 #if ROCQ__HAS_V8
             if (a->many) {
-                rocq__attend_tile_many(a, &rows, first, last, &local);
+                rocq__attend_tile_many(a, &part.rows, first, last, &local);
                 continue;
             }
 #endif
-            if (first < lo_last) last = ROCQ__MIN(last, lo_last);
-            if (first < hi_first) last = ROCQ__MIN(last, hi_first);
-            const bool all_visible = !a->p->mask && first >= lo_last && last <= hi_first;
-            rocq__attend_tile(a, &rows, first, last, all_visible, &local);
+            if (first < part.all_begin) last = ROCQ__MIN(last, part.all_begin);
+            if (first < part.all_end) last = ROCQ__MIN(last, part.all_end);
+            const bool all_visible =
+                !a->p->mask && first >= part.all_begin && last <= part.all_end;
+            const rocq__attend_keys tile = {&part.rows, first, last, all_visible};
+            const rocq__attend_keys next = {last < end ? &part.rows : &after.rows,
+                                            last < end ? last : after.begin,
+                                            last < end ? end : after.end, false};
+            rocq__attend_tile(a, &tile, next.begin < next.end ? &next : NULL, &local);
         }
         for (int64_t r = 0; r < n; r++) {
             float *acc = local.acc + r * pitch;
             if (a->n_splits == 1) {
                 rocq__attend_finish(a, seq, kv_head, row0 + r, local.m[r], local.l[r], acc);
             } else {
-                float *partial =
-                    a->partials + ((head_seq * a->n_splits + split) * a->n_rows + r) * a->partial;
+                const int64_t at = (seq * a->n_kv_heads + kv_head) * a->n_splits + part.split;
+                float *partial = a->partials + (at * a->n_rows + r) * a->partial;
                 partial[0] = local.m[r];
                 partial[1] = local.l[r];
                 memcpy(partial + 2, acc, (size_t)dim * sizeof(float));
@@ -14490,7 +14724,7 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     a->most_splits = a->n_splits;
     a->pitch = (a->head_dim + 31) / 32 * 32;
     a->many = a->simd && a->tile_rows > ROCQ__ATTEND_FEW;
-    a->wide = a->many && ctx->has_avx512;
+    a->wide = a->simd && ctx->has_avx512;
     a->stride = a->tile_rows;
     if (a->many) { // an odd number of 64-byte lines, so that rows do not share few sets of L1
         a->stride = ROCQ__ATTEND_ROWS;
@@ -14558,7 +14792,7 @@ static rocq_result rocq__attend_begin(rocq_ctx *ctx, rocq__stage *stage) {
     const bool split = a->most_splits > 1;
     if (split) a->n_splits = (longest + ROCQ__ATTEND_SPLIT - 1) / ROCQ__ATTEND_SPLIT;
     const int64_t keys = split ? ROCQ__MIN(longest, (int64_t)ROCQ__ATTEND_SPLIT) : longest;
-    stage->n = a->n_seqs * a->n_kv_heads * a->n_tiles * a->n_splits;
+    stage->n = a->n_items = a->n_seqs * a->n_kv_heads * a->n_tiles * a->n_splits;
     stage->grain = 1 + a->worth / (2 * a->tile_rows * a->head_dim * keys);
     return ROCQ_OK;
 }
