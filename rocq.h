@@ -4228,7 +4228,7 @@ struct rocq_ctx {
     bool has_simd;   // AVX2 with FMA and F16C, or NEON
     bool has_avx_vnni; // this and has_avx512 are never set without has_simd
     bool has_avx512; // F, BW, DQ, VL and VNNI
-    bool has_streams; // with AVX-512, memory is read faster in streams: rocq__mm_column_sums
+    bool reads_in_order; // memory is read fastest in one stream: rocq__cpu_reads_in_order
     bool quiet; // failures are not logged: in rocq_supports and in a rocq__attempt
     rocq_stats stats;
     int64_t budget_used;
@@ -9972,7 +9972,7 @@ typedef float (*rocq__mm_dot_row)(const unsigned char *w, const float *x, int64_
 typedef struct rocq__mm {
     const rocq_matmul_params *p;
     const rocq_tensor *w, *x; // p's, or of an adapter lora_b and lora_t
-    bool is_adapter;
+    bool is_adapter, in_order; // in_order: see rocq__dot_row
     float x_scale;            // what columns are multiplied by while they are converted to F32
     const rocq_tensor *other; // F32, y's shape: w2 x, or NULL
     const struct rocq__mm *adapter; // a product of floats whose sums are added to these, or NULL
@@ -12575,7 +12575,7 @@ static void rocq__mm_choose_float(rocq__mm *mm) {
     if (format == ROCQ_F32) mm->dot_as_is = mm->dot_f32;
 #if ROCQ__HAS_V8
     const int64_t k = mm->w->ne[0];
-    if (mm->simd && mm->n == 1 && k % 8 == 0 && k >= ROCQ__MM_AT_ONCE * ROCQ__MM_SEGMENT) {
+    if (mm->simd && mm->in_order && mm->n == 1 && k % 8 == 0 && k >= ROCQ__MM_AT_ONCE * ROCQ__MM_SEGMENT) {
         mm->dot_row = format == ROCQ_F32    ? rocq__dot_row_f32
                       : format == ROCQ_F16  ? rocq__dot_row_f16
                       : format == ROCQ_BF16 ? rocq__dot_row_bf16
@@ -13030,7 +13030,8 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
     mm->x_scale = 1.0f;
     mm->simd = ctx->has_simd;
     mm->avx512 = ctx->has_simd && ctx->has_avx512;
-    mm->streams = mm->avx512 && ctx->has_streams;
+    mm->streams = mm->avx512 && !ctx->reads_in_order;
+    mm->in_order = ctx->reads_in_order;
     mm->avx_vnni = ctx->has_simd && ctx->has_avx_vnni;
     mm->is_adapter = b != NULL;
     mm->interleaved = w->layout == ROCQ_LAYOUT_INTERLEAVED;
@@ -27041,7 +27042,9 @@ static bool rocq__cpu_has_avx_vnni(void) {
     return ROCQ__HAS_AVX_VNNI && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4) != 0;
 }
 
-static bool rocq__cpu_has_streams(void) { return !__builtin_cpu_is("amd"); }
+// AMD's processors read memory fastest in the order of addresses. Intel's are faster in several
+// streams: row by row, a column of F16 is 0.82 to 1.09 times as fast there.
+static bool rocq__cpu_reads_in_order(void) { return __builtin_cpu_is("amd"); }
 #endif
 
 static rocq_cpu_tier rocq__cpu_best(void) {
@@ -27488,7 +27491,7 @@ static void rocq__context_init(rocq_ctx *ctx, const rocq_desc *resolved) {
     ctx->has_avx_vnni = tier >= ROCQ_CPU_AVX_VNNI && rocq__cpu_has(ROCQ_CPU_AVX_VNNI);
     ctx->has_avx512 = tier == ROCQ_CPU_AVX512;
 #if ROCQ__HAS_AVX2
-    ctx->has_streams = ctx->has_avx512 && rocq__cpu_has_streams();
+    ctx->reads_in_order = rocq__cpu_reads_in_order();
 #endif
     rocq__make_books(&ctx->books);
     snprintf(ctx->device, sizeof ctx->device, "CPU, %s, %d thread%s", rocq__cpu_tier_name(tier),

@@ -266,13 +266,13 @@ static void check_y(problem *a, const char *how) {
 
 // Lets the SIMD contexts use a tier's instructions, as far as the CPU has them. A tier that it
 // lacks is the one before.
-// Whatever the processor, the contexts of five threads read no streams and the others do.
+// Whatever the processor, the contexts of five threads read memory in order, the others in streams.
 static void use_tier(rocq_cpu_tier tier) {
     for (int i = 0; i < N_THREAD_COUNTS; i++) {
         const bool vnni = rocq__cpu_has(ROCQ_CPU_AVX_VNNI), wide = rocq__cpu_has(ROCQ_CPU_AVX512);
         contexts[1][i]->has_avx_vnni = tier >= ROCQ_CPU_AVX_VNNI && vnni;
         contexts[1][i]->has_avx512 = tier == ROCQ_CPU_AVX512 && wide;
-        contexts[1][i]->has_streams = contexts[1][i]->has_avx512 && i != N_THREAD_COUNTS - 1;
+        contexts[1][i]->reads_in_order = i == N_THREAD_COUNTS - 1;
     }
 }
 
@@ -399,18 +399,23 @@ static void tiles(void **state) {
     }
 }
 
-// A lone column of floats is multiplied row by row where K is long (rocq__dot_row): in four
-// segments at once, then one by one, the last not whole. The bits are those of many columns.
+// A lone column of floats and a long K: the contexts that read memory in order multiply row by row
+// (rocq__dot_row), four segments at once, then one by one, of which the last may be shorter. The
+// others multiply eight rows at a time, and many columns have no other way: the same bits.
 static void long_rows_of_floats(void **state) {
     static const rocq_format formats[] = {ROCQ_F32, ROCQ_F16, ROCQ_BF16};
     static const int64_t ks[] = {2040, 2048, 2056, 4096 + 512 + 16, 4100};
     (void)state;
     for (int i = 0; i < 15; i++) {
-        const shape s = {.w = formats[i / 5], .x = ROCQ_F32, .m = 11, .n = 18, .k = ks[i % 5],
-                         .w_layout = i % 2 ? BOX_STRIDED : (box_layout)0, .y_layout = BOX_STRIDED};
+        shape s = {.w = formats[i / 5], .x = ROCQ_F32, .m = 11, .n = 18, .k = ks[i % 5],
+                   .w_layout = i % 2 ? BOX_STRIDED : BOX_PLAIN, .y_layout = BOX_STRIDED};
         problem a = make(s);
         solve(&a);
         for (int c = 0; c < 18; c++) check_part(&a, 1, c % 3, 8 + c % 2, c, 1);
+        destroy(&a);
+        s.n = 1;
+        a = make(s);
+        solve(&a);
         destroy(&a);
     }
 }
