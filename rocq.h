@@ -6021,12 +6021,15 @@ static void rocq__unpack_iq3_s(const void *block, int8_t *code, float *scale, fl
 static void rocq__unpack_iq1_s(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_iq1_s *b = (const rocq_block_iq1_s *)block;
     const float d = rocq__f16_to_f32(b->d) * 0.125f;
-    for (int32_t k = 0; k < 32; k++) {
-        const uint32_t qh = b->qh[k / 4], high = qh >> 3 * (k % 4) & 7;
-        const uint64_t levels = rocq__levels_iq1(b->qs[k] | high << 8, (qh & 0x8000) != 0);
-        memcpy(code + 8 * k, &levels, 8);
-        scale[k / 4] = d * (float)(2 * (qh >> 12 & 7) + 1);
-        min[k / 4] = 0;
+    for (int32_t g = 0; g < 8; g++) {
+        const uint32_t qh = b->qh[g];
+        for (int32_t k = 4 * g; k < 4 * g + 4; k++) {
+            const uint32_t high = qh >> 3 * (k % 4) & 7;
+            const uint64_t levels = rocq__levels_iq1(b->qs[k] | high << 8, (qh & 0x8000) != 0);
+            memcpy(code + 8 * k, &levels, 8);
+        }
+        scale[g] = d * (float)(2 * (qh >> 12 & 7) + 1);
+        min[g] = 0;
     }
 }
 
@@ -6035,12 +6038,14 @@ static void rocq__unpack_iq1_m(const void *block, int8_t *code, float *scale, fl
     uint16_t half = 0;
     for (int32_t j = 0; j < 4; j++) half = (uint16_t)(half | b->scales[j] >> 12 << 4 * j);
     const float d = rocq__f16_to_f32(half) * 0.125f;
-    for (int32_t k = 0; k < 32; k++) {
-        const uint32_t qh = b->qh[k / 2] >> 4 * (k % 2) & 15;
-        const uint64_t levels = rocq__levels_iq1(b->qs[k] | (qh & 7) << 8, qh >= 8);
-        memcpy(code + 8 * k, &levels, 8);
-        scale[k / 2] = d * (float)(2 * (b->scales[k / 8] >> 3 * (k / 2 % 4) & 7) + 1);
-        min[k / 2] = 0;
+    for (int32_t g = 0; g < 16; g++) {
+        for (int32_t k = 2 * g; k < 2 * g + 2; k++) {
+            const uint32_t qh = b->qh[g] >> 4 * (k % 2) & 15;
+            const uint64_t levels = rocq__levels_iq1(b->qs[k] | (qh & 7) << 8, qh >= 8);
+            memcpy(code + 8 * k, &levels, 8);
+        }
+        scale[g] = d * (float)(2 * (b->scales[g / 4] >> 3 * (g % 4) & 7) + 1);
+        min[g] = 0;
     }
 }
 
