@@ -12918,11 +12918,12 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
     memset(&tile, 0, sizeof tile);
     tile.x = (const int8_t *)column;
     tile.groups_at = k;
-    // Interleaved rows are a single stream, 16 at a time, so several 16 are multiplied in turn.
+    // Interleaved rows are a single stream, 16 at a time. Where streams are faster, several 16 are
+    // multiplied in turn; on Zen 5 that would read memory at 0.7 to 0.8 times the speed.
     while (mm->interleaved && n_rows > 0) {
         const int64_t n_groups = n_rows / ROCQ__MM_PAIR, group_bytes = ROCQ__MM_PAIR * stride;
-        const int64_t n = n_groups * group_bytes < ROCQ__MM_STREAMS * (int64_t)ROCQ__MM_STREAM
-                              ? 1 : ROCQ__MIN(n_groups, (int64_t)ROCQ__MM_STREAMS);
+        const bool few = n_groups * group_bytes < ROCQ__MM_STREAMS * (int64_t)ROCQ__MM_STREAM;
+        const int64_t n = few || mm->in_order ? 1 : ROCQ__MIN(n_groups, (int64_t)ROCQ__MM_STREAMS);
         const int64_t apart = n_groups / n;
         rows.n_streams = (int32_t)n;
         rows.apart = apart * ROCQ__MM_PAIR;
