@@ -10637,9 +10637,10 @@ ROCQ__V8 float rocq__dot_row(const rocq_format format, const unsigned char *w, c
     return sum;
 }
 
-#define ROCQ__DOT_ROW(name, NAME)                                                                 \
-    ROCQ__SIMD static float rocq__dot_row_##name(const unsigned char *w, const float *x, int64_t k) { \
-        return rocq__dot_row(ROCQ_##NAME, w, x, k);                                               \
+#define ROCQ__DOT_ROW(name, NAME)                                                     \
+    ROCQ__SIMD static float rocq__dot_row_##name(const unsigned char *w, const float *x, \
+                                                 int64_t k) {                         \
+        return rocq__dot_row(ROCQ_##NAME, w, x, k);                                   \
     }
 ROCQ__DOT_ROW(f32, F32)
 ROCQ__DOT_ROW(f16, F16)
@@ -12580,7 +12581,8 @@ static void rocq__mm_choose_float(rocq__mm *mm) {
     if (format == ROCQ_F32) mm->dot_as_is = mm->dot_f32;
 #if ROCQ__HAS_V8
     const int64_t k = mm->w->ne[0];
-    if (mm->simd && mm->in_order && mm->n == 1 && k % 8 == 0 && k >= ROCQ__MM_AT_ONCE * ROCQ__MM_SEGMENT) {
+    const bool is_long = k % 8 == 0 && k >= ROCQ__MM_AT_ONCE * ROCQ__MM_SEGMENT;
+    if (mm->simd && mm->in_order && mm->n == 1 && is_long) {
         mm->dot_row = format == ROCQ_F32    ? rocq__dot_row_f32
                       : format == ROCQ_F16  ? rocq__dot_row_f16
                       : format == ROCQ_BF16 ? rocq__dot_row_bf16
@@ -14151,8 +14153,8 @@ static rocq__attend_rows rocq__attend_rows_of(const rocq__attend *a, const rocq_
     return rows;
 }
 
-// Where n positions of a sequence are stored, from position `first` on; behind position `last`
-// there is nothing, and its own place comes again.
+// Where n positions of a sequence are stored, from position `first` on. After position `last` there
+// are no more, and its own place comes again.
 static void rocq__attend_lines(const rocq__attend *a, const rocq__attend_rows *rows, int64_t seq,
                                int64_t first, int64_t n, int64_t last, const void **line) {
     const unsigned char *at = NULL;
@@ -14236,8 +14238,8 @@ static void rocq__attend_sums(const rocq__attend *a, int64_t n, const void *cons
     }
 }
 
-// Adds a tile of keys to m, l and acc of its item's rows. next: what the thread will read
-// afterwards, or NULL.
+// Adds a tile of keys to m, l and acc of its item's rows. next_tile begins where the thread will
+// read on afterwards, or is NULL.
 static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_keys *tile,
                               const rocq__attend_keys *next_tile,
                               const rocq__attend_local *local) {
@@ -14604,8 +14606,8 @@ static void rocq__attend_start(const rocq__attend *a, const rocq__attend_item *i
     }
 }
 
-// An item of work, and positions [begin, end), which some of its rows see, and [all_begin, all_end),
-// which all of them do.
+// An item of work; positions [begin, end), which some of its rows see; and [all_begin, all_end),
+// which all of them see.
 typedef struct rocq__attend_part {
     rocq__attend_item rows;
     int64_t split, begin, end, all_begin, all_end;
