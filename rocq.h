@@ -20866,14 +20866,16 @@ static rocq_launch_config rocq__rule_tiles(const rocq__chip *chip, const rocq__s
 
 // Whether a product in F16 is a matmul_few, with columns in F32, of which 16 are most, or in F16.
 // With 8 or 16 columns in F32 that is 1.1 to 1.6 times as fast as the kernels named _lds on an
-// H100, with few rows as with many. With 32 in F16 it is 0.98 to 1.4 times as fast where half of
-// the units have a block, and 0.85 where few have one.
+// H100, with few rows as with many. With 17 to 32 in F16 it is 0.98 to 1.4 times as fast where half
+// of the units have a block, and 0.85 where few have one; with weights in F16 and more than two
+// blocks for a unit, 0.76 to 0.92 times as fast (H200), but not in BF16, which others convert.
 static bool rocq__takes_few(const rocq__chip *chip, const rocq__site *s, rocq_format x) {
     const int64_t most = x == ROCQ_F32 ? ROCQ_K_MATMUL_FEW_N / 2 : ROCQ_K_MATMUL_FEW_N;
-    return chip->lds_tiles && (s->format == ROCQ_F16 || s->format == ROCQ_BF16) && s->k % 8 == 0 &&
-           s->n <= most &&
-           (x == ROCQ_F32 ||
-            (int64_t)s->m * s->batch > ROCQ_K_MATMUL_FEW_M * chip->n_units / 2);
+    const int64_t rows = (int64_t)s->m * s->batch, all_units = ROCQ_K_MATMUL_FEW_M * chip->n_units;
+    if (!chip->lds_tiles || s->k % 8 != 0 || s->n > most) return false;
+    if (s->format != ROCQ_F16 && s->format != ROCQ_BF16) return false;
+    return x == ROCQ_F32 ||
+           (rows > all_units / 2 && (s->format == ROCQ_BF16 || rows <= 2 * all_units));
 }
 
 // Whether a product in F16 is one of the kernels named _lds. With up to 32 columns a tile of 64

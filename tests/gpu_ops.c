@@ -3612,10 +3612,13 @@ static void test_matmul_few(void **state) {
     if (!first && !strstr(info.device, "simt")) return;
     const int32_t n_units = gpu->gpu->chip.n_units;
     gpu->gpu->chip.lds_tiles = true;
-    gpu->gpu->chip.n_units = 1; // so that a block or two are enough
     random_state = 21;
     for (int i = 0; i < 32; i++) {
         const int at = i % 8, bf16 = i / 8 % 2;
+        // So that a unit has one block or two, which is where F16 takes this kernel.
+        const int64_t rows = sizes[at].m * (i / 16 + 1) * (i / 24 + 1);
+        gpu->gpu->chip.n_units = (int32_t)((rows + 2 * ROCQ_K_MATMUL_FEW_M - 1) /
+                                           (2 * ROCQ_K_MATMUL_FEW_M));
         const product s = {.w = bf16 ? ROCQ_BF16 : ROCQ_F16, .x = floats[i % 3 == 0],
                            .y = floats[i % 5 == 0], .m = sizes[at].m, .n = sizes[at].n,
                            .k = sizes[at].k, .bias = i % 2 == 0, .gate = i % 3 == 1,
@@ -3629,8 +3632,11 @@ static void test_matmul_few(void **state) {
         check_product(&s);
         assert_true(gpu->gpu->launches[kernel] > before);
     }
-    const rocq__site rows = {.format = ROCQ_F16, .m = 1 << 16, .k = 8, .n = 1, .batch = 1 << 15};
+    rocq__site rows = {.format = ROCQ_BF16, .m = 1 << 16, .k = 8, .n = 1, .batch = 1 << 15};
     assert_true(rocq__takes_few(&gpu->gpu->chip, &rows, ROCQ_F16)); // 2^31 rows, over an int32_t
+    rows.format = ROCQ_F16;
+    assert_false(rocq__takes_few(&gpu->gpu->chip, &rows, ROCQ_F16));
+    assert_true(rocq__takes_few(&gpu->gpu->chip, &rows, ROCQ_F32));
     gpu->gpu->chip.lds_tiles = first;
     gpu->gpu->chip.n_units = n_units;
     random_state = state_before;
