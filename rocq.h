@@ -14238,8 +14238,8 @@ static void rocq__attend_sums(const rocq__attend *a, int64_t n, const void *cons
     }
 }
 
-// Adds a tile of keys to m, l and acc of its item's rows. next_tile begins where K is read after it,
-// by this thread unless it is the last of its share; or it is NULL.
+// Adds a tile of keys to m, l and acc of its item's rows. next_tile begins where K is read after
+// it, by this thread unless it is the last of its share; or it is NULL.
 static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_keys *tile,
                               const rocq__attend_keys *next_tile,
                               const rocq__attend_local *local) {
