@@ -16442,55 +16442,83 @@ typedef struct rocq__delta_token {
     float decay, share;                                   // exp(g), sigmoid(beta)
 } rocq__delta_token;
 
-// Takes one column of S, of n elements, through a token; returns its element of y. The first pass
-// reads S before it decays, so its sum is multiplied by the decay instead.
-static float rocq__delta_column_scalar(float *s, const rocq__delta_token *t, float v, int64_t n) {
-    float seen = 0.0f, y = 0.0f;
-    for (int64_t i = 0; i < n; i++) seen += s[i] * t->k[i];
-    const float by = t->share * (v - t->decay * seen);
-    for (int64_t i = 0; i < n; i++) {
-        s[i] = t->decay * s[i] + by * t->k[i];
-        y += s[i] * t->q[i];
+// Takes columns of S, of n elements each, through a token, and sets their elements of y; v has
+// theirs. The first pass reads S before it decays, so its sum is multiplied by the decay instead.
+static void rocq__delta_columns_scalar(float *const *columns, int64_t n_columns,
+                                       const rocq__delta_token *t, const float *v, float *y,
+                                       int64_t n) {
+    for (int64_t c = 0; c < n_columns; c++) {
+        float *s = columns[c], seen = 0.0f, sum = 0.0f;
+        for (int64_t i = 0; i < n; i++) seen += s[i] * t->k[i];
+        const float by = t->share * (v[c] - t->decay * seen);
+        for (int64_t i = 0; i < n; i++) {
+            s[i] = t->decay * s[i] + by * t->k[i];
+            sum += s[i] * t->q[i];
+        }
+        y[c] = sum;
     }
-    return y;
 }
 
 #if ROCQ__HAS_V8
-static ROCQ__SIMD float rocq__delta_column_simd(float *s, const rocq__delta_token *t, float v,
-                                                int64_t n) {
-    const rocq__v8 zero = rocq__v8_set1(0.0f), decay = rocq__v8_set1(t->decay);
-    rocq__v8 sum[4] = {zero, zero, zero, zero};
+// One column waits most of the time for its own sums, so two are taken at once. The bits are the
+// same.
+ROCQ__V8 void rocq__delta_columns(const int n_columns, float *const *s, const rocq__delta_token *t,
+                                  const float *v, float *y, int64_t n) {
+    const rocq__v8 decay = rocq__v8_set1(t->decay);
+    rocq__v8 sum[2][4], by[2];
+    float share[2];
+    ROCQ__UNROLL
+    for (int l = 0; l < 4 * n_columns; l++) sum[l / 4][l % 4] = rocq__v8_set1(0.0f);
     int64_t i = 0;
     for (; i + 32 <= n; i += 32) {
         ROCQ__UNROLL
         for (int j = 0; j < 4; j++) {
-            sum[j] = rocq__v8_fma(rocq__v8_load(s + i + 8 * j), rocq__v8_load(t->k + i + 8 * j),
-                                  sum[j]);
+            const rocq__v8 k = rocq__v8_load(t->k + i + 8 * j);
+            ROCQ__UNROLL
+            for (int c = 0; c < n_columns; c++) {
+                sum[c][j] = rocq__v8_fma(rocq__v8_load(s[c] + i + 8 * j), k, sum[c][j]);
+            }
         }
     }
-    float seen = rocq__v8_sum(rocq__v8_add(rocq__v8_add(sum[0], sum[1]),
-                                           rocq__v8_add(sum[2], sum[3])));
-    for (; i < n; i++) seen += s[i] * t->k[i];
-    const float share = t->share * (v - t->decay * seen);
-    const rocq__v8 by = rocq__v8_set1(share);
-    sum[0] = sum[1] = sum[2] = sum[3] = zero;
+    ROCQ__UNROLL
+    for (int c = 0; c < n_columns; c++) {
+        float seen = rocq__v8_sum(rocq__v8_add(rocq__v8_add(sum[c][0], sum[c][1]),
+                                               rocq__v8_add(sum[c][2], sum[c][3])));
+        for (int64_t l = i; l < n; l++) seen += s[c][l] * t->k[l];
+        share[c] = t->share * (v[c] - t->decay * seen);
+        by[c] = rocq__v8_set1(share[c]);
+    }
+    ROCQ__UNROLL
+    for (int l = 0; l < 4 * n_columns; l++) sum[l / 4][l % 4] = rocq__v8_set1(0.0f);
     for (i = 0; i + 32 <= n; i += 32) {
         ROCQ__UNROLL
         for (int j = 0; j < 4; j++) {
-            float *at = s + i + 8 * j;
-            const rocq__v8 now = rocq__v8_fma(by, rocq__v8_load(t->k + i + 8 * j),
-                                              rocq__v8_mul(decay, rocq__v8_load(at)));
-            rocq__v8_store(at, now);
-            sum[j] = rocq__v8_fma(now, rocq__v8_load(t->q + i + 8 * j), sum[j]);
+            const rocq__v8 k = rocq__v8_load(t->k + i + 8 * j), q = rocq__v8_load(t->q + i + 8 * j);
+            ROCQ__UNROLL
+            for (int c = 0; c < n_columns; c++) {
+                float *at = s[c] + i + 8 * j;
+                const rocq__v8 now =
+                    rocq__v8_fma(by[c], k, rocq__v8_mul(decay, rocq__v8_load(at)));
+                rocq__v8_store(at, now);
+                sum[c][j] = rocq__v8_fma(now, q, sum[c][j]);
+            }
         }
     }
-    float y = rocq__v8_sum(rocq__v8_add(rocq__v8_add(sum[0], sum[1]),
-                                        rocq__v8_add(sum[2], sum[3])));
-    for (; i < n; i++) {
-        s[i] = t->decay * s[i] + share * t->k[i];
-        y += s[i] * t->q[i];
+    ROCQ__UNROLL
+    for (int c = 0; c < n_columns; c++) {
+        y[c] = rocq__v8_sum(rocq__v8_add(rocq__v8_add(sum[c][0], sum[c][1]),
+                                         rocq__v8_add(sum[c][2], sum[c][3])));
+        for (int64_t l = i; l < n; l++) {
+            s[c][l] = t->decay * s[c][l] + share[c] * t->k[l];
+            y[c] += s[c][l] * t->q[l];
+        }
     }
-    return y;
+}
+static ROCQ__SIMD void rocq__delta_columns_simd(float *const *columns, int64_t n_columns,
+                                                const rocq__delta_token *t, const float *v,
+                                                float *y, int64_t n) {
+    if (n_columns == 2) rocq__delta_columns(2, columns, t, v, y, n);
+    else rocq__delta_columns(1, columns, t, v, y, n);
 }
 #endif
 
@@ -16539,12 +16567,15 @@ static void rocq__delta_task(void *arg, int64_t i, int64_t i_end, int32_t thread
         for (int64_t t = 0; t < n; t += ROCQ__DELTA_CHUNK) {
             const int64_t m = ROCQ__MIN(n - t, (int64_t)ROCQ__DELTA_CHUNK);
             for (int64_t j = 0; j < m; j++) rocq__delta_load(a, &tokens[j], head, t + j, seq);
-            for (int64_t c = first; c < end; c++) {
-                float *s = rocq__row_f32(p->state, c, head, slot[1]);
+            for (int64_t c = first; c < end; c += 2) {
+                const int64_t last = ROCQ__MIN(c + 1, end - 1);
+                float *const s[2] = {rocq__row_f32(p->state, c, head, slot[1]),
+                                     rocq__row_f32(p->state, last, head, slot[1])};
                 for (int64_t j = 0; j < m; j++) {
-                    const float v = rocq__row_f32(p->v, head, t + j, seq)[c];
-                    rocq__row_f32(p->y, head, t + j, seq)[c] =
-                        ROCQ__EITHER(a->simd, rocq__delta_column, (s, &tokens[j], v, keys));
+                    const float *v = rocq__row_f32(p->v, head, t + j, seq) + c;
+                    float *y = rocq__row_f32(p->y, head, t + j, seq) + c;
+                    ROCQ__EITHER(a->simd, rocq__delta_columns,
+                                 (s, last - c + 1, &tokens[j], v, y, keys));
                 }
             }
         }
