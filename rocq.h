@@ -13622,6 +13622,7 @@ typedef struct rocq__attend {
     bool as_is;        // k and v are not decoded first
     bool many;         // rows are many: two matrix products
     bool wide;         // in vectors of 64 bytes
+    bool side_by_side; // at each position the heads of k
     int64_t rows;      // of few rows, how many these two take at once:
     void (*dots)(const float *const *q, const void *const *k, int64_t n_keys, int64_t n,
                  float *const *score, const rocq__attend_next *next);
@@ -14613,12 +14614,13 @@ typedef struct rocq__attend_part {
     int64_t split, begin, end, all_begin, all_end;
 } rocq__attend_part;
 
-// Item number `number`, or one that sees nothing if there are not so many. Of few rows a split's
-// heads follow each other: at each position their K and V lie side by side, so that a thread reads
-// memory nearly in order.
+// Item number `number`, or one that sees nothing if there are not so many. Items have the order of
+// K and V in memory: a head's splits follow each other or, where heads lie side by side at each
+// position, a split's heads.
 static rocq__attend_part rocq__attend_part_of(const rocq__attend *a, int64_t number) {
-    const int64_t heads = a->n_kv_heads * a->n_seqs, head = number / a->n_tiles % heads;
-    const int64_t row0 = number % a->n_tiles * a->tile_rows;
+    const int64_t heads = a->n_kv_heads * a->n_seqs, row0 = number % a->n_tiles * a->tile_rows;
+    const int64_t at = number / a->n_tiles;
+    const int64_t head = a->side_by_side ? at % heads : at / a->n_splits;
     rocq__attend_part part;
     memset(&part, 0, sizeof part);
     if (number >= a->n_items) return part;
@@ -14626,7 +14628,7 @@ static rocq__attend_part rocq__attend_part_of(const rocq__attend *a, int64_t num
     part.rows.kv_head = head % a->n_kv_heads;
     part.rows.row0 = row0;
     part.rows.n = ROCQ__MIN(a->tile_rows, a->n_rows - row0);
-    part.split = number / a->n_tiles / heads;
+    part.split = a->side_by_side ? at / heads : at % a->n_splits;
     const int64_t len = rocq__attend_len(a, part.rows.seq);
     const int64_t last_row = row0 + part.rows.n - 1;
     rocq__attend_range(a, len, row0 / a->group, &part.begin, &part.all_end);
@@ -14720,6 +14722,7 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     a->n_seqs = p->q->ne[3];
     a->n_kv_heads = p->k->ne[1];
     a->n_kv = rocq__attention_positions(p);
+    a->side_by_side = p->k->stride[1] < p->k->stride[2];
     a->group = a->n_heads / a->n_kv_heads;
     a->n_rows = a->group * a->n_q;
     a->tile_rows = ROCQ__MIN(a->n_rows, (int64_t)ROCQ__ATTEND_ROWS);
