@@ -10601,14 +10601,14 @@ ROCQ__DOT_FLOAT(bf16_simd, BF16, ROCQ__SIMD, rocq__dot_float, 3)
 // The product of a row with a lone column, over all of K, with the bits of rocq__dot_float. Its
 // caller takes row after row, which is the order of memory: Zen 5 reads weights from memory 1.1 to
 // 1.3 times as fast as with eight rows at a time. A row's segments are sums of their own, so the
-// four that are taken in turn hide the latency of the adds. For each byte that is read, the byte
-// that lies STEP elements and a page further on is prefetched.
+// four that are taken in turn hide the latency of the adds. While these are read, as many bytes are
+// prefetched in the order of memory, beginning a page after the end of the four segments.
 ROCQ__V8 float rocq__dot_row(const rocq_format format, const unsigned char *w, const float *x,
                              int64_t k) {
-    enum { STEP = ROCQ__MM_AT_ONCE * ROCQ__MM_SEGMENT, PAGE = 4096 };
-    const int64_t bytes = format == ROCQ_F32 ? 4 : 2;
+    const int64_t bytes = format == ROCQ_F32 ? 4 : 2, page = 4096;
+    const int64_t step = ROCQ__MM_AT_ONCE * ROCQ__MM_SEGMENT;
     float sum = 0.0f, part[ROCQ__MM_AT_ONCE];
-    for (; k >= STEP; k -= STEP, x += STEP, w += STEP * bytes) {
+    for (; k >= step; k -= step, x += step, w += step * bytes) {
         rocq__v8 s[ROCQ__MM_AT_ONCE];
         ROCQ__UNROLL
         for (int j = 0; j < ROCQ__MM_AT_ONCE; j++) s[j] = rocq__v8_set1(0.0f);
@@ -10618,7 +10618,7 @@ ROCQ__V8 float rocq__dot_row(const rocq_format format, const unsigned char *w, c
                 const int64_t at = i + j * ROCQ__MM_SEGMENT;
                 const rocq__v8 a = rocq__v8_load_float(format, w + at * bytes);
                 if (i * bytes % 64 == 0) {
-                    ROCQ__FETCH(w, (STEP + ROCQ__MM_AT_ONCE * i) * bytes + 64 * j + PAGE);
+                    ROCQ__FETCH(w, (step + ROCQ__MM_AT_ONCE * i) * bytes + 64 * j + page);
                 }
                 s[j] = rocq__v8_fma(a, rocq__v8_load(x + at), s[j]);
             }
@@ -16463,8 +16463,9 @@ static void rocq__delta_columns_scalar(float *const *columns, int64_t n_columns,
 }
 
 #if ROCQ__HAS_V8
-// One column waits most of the time for its own sums, so two are taken at once. The bits are the
-// same.
+// What a token does to a column depends on a sum over that column, and the next token on the
+// result. With one column the processor waits for these sums; with two it works on the other one
+// meanwhile. A column's bits are the same.
 ROCQ__V8 void rocq__delta_columns(const int n_columns, float *const *s, const rocq__delta_token *t,
                                   const float *v, float *y, int64_t n) {
     const rocq__v8 decay = rocq__v8_set1(t->decay);
@@ -20900,8 +20901,9 @@ static rocq_launch_config rocq__rule_tiles(const rocq__chip *chip, const rocq__s
 // Whether a product in F16 is a matmul_few, with columns in F32, of which 16 are most, or in F16.
 // With 8 or 16 columns in F32 that is 1.1 to 1.6 times as fast as the kernels named _lds on an
 // H100, with few rows as with many. With 17 to 32 in F16 it is 0.98 to 1.4 times as fast where half
-// of the units have a block, and 0.85 where few have one; with weights in F16 and more than two
-// blocks for a unit, 0.76 to 0.92 times as fast (H200), but not in BF16, which others convert.
+// of the units have a block, and 0.85 where few have one. Where a unit has more than two blocks it
+// is 0.76 to 0.92 times as fast (H200), but only with weights in F16: the kernels named _lds have
+// to convert weights in BF16, so that both take about the same time.
 static bool rocq__takes_few(const rocq__chip *chip, const rocq__site *s, rocq_format x) {
     const int64_t most = x == ROCQ_F32 ? ROCQ_K_MATMUL_FEW_N / 2 : ROCQ_K_MATMUL_FEW_N;
     const int64_t rows = (int64_t)s->m * s->batch, all_units = ROCQ_K_MATMUL_FEW_M * chip->n_units;
