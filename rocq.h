@@ -5080,7 +5080,7 @@ static inline void rocq__relax(void) {
 }
 
 #if defined(__GNUC__) || defined(__clang__)
-#define ROCQ__PREFETCH(address) __builtin_prefetch(address, 0, 2)
+#define ROCQ__PREFETCH(address) __builtin_prefetch(address)
 #else
 #define ROCQ__PREFETCH(address) ((void)(address))
 #endif
@@ -13785,27 +13785,26 @@ ROCQ__WIDE __m512 rocq__wide_scale(const rocq_format format, const void *a, cons
         rocq__v8_set1_f16((const unsigned char *)b + at), 1);
 }
 
-// Elements i to i + 7 of row a and then of row b; or, if b is NULL, elements i to i + 15 of row a.
-ROCQ__WIDE __m512 rocq__wide_load(const rocq_format format, const void *a, const void *b,
-                                  int64_t i, __m512 scale) {
-    const unsigned char *low = rocq__wide_at(format, a, i);
-    const unsigned char *high = b ? rocq__wide_at(format, b, i) : NULL;
+// Elements i to i + 7 of row a and then of row b; or, if not `two`, elements i to i + 15 of row a.
+ROCQ__WIDE __m512 rocq__wide_load(const rocq_format format, const bool two, const void *a,
+                                  const void *b, int64_t i, __m512 scale) {
+    const unsigned char *low = rocq__wide_at(format, a, i), *high = rocq__wide_at(format, b, i);
     if (format == ROCQ_F32) {
         const float *from = (const float *)(const void *)low;
-        return high ? _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(from)),
-                                         _mm256_loadu_ps((const float *)(const void *)high), 1)
-                    : _mm512_loadu_ps(from);
+        return two ? _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(from)),
+                                        _mm256_loadu_ps((const float *)(const void *)high), 1)
+                   : _mm512_loadu_ps(from);
     }
     if (format == ROCQ_F16 || format == ROCQ_BF16) {
         const __m128i *from = (const __m128i *)(const void *)low;
-        const __m256i half = high ? _mm256_loadu2_m128i((const __m128i *)(const void *)high, from)
-                                  : rocq__load_32_avx2(low);
+        const __m256i half = two ? _mm256_loadu2_m128i((const __m128i *)(const void *)high, from)
+                                 : rocq__load_32_avx2(low);
         if (format == ROCQ_F16) return _mm512_cvtph_ps(half);
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
     }
-    __m128i code = high ? _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *)(const void *)low),
-                                             _mm_loadl_epi64((const __m128i *)(const void *)high))
-                        : rocq__load_16_avx2(low);
+    __m128i code = two ? _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *)(const void *)low),
+                                            _mm_loadl_epi64((const __m128i *)(const void *)high))
+                       : rocq__load_16_avx2(low);
     if (format == ROCQ_Q4_0) {
         if (i % 32 >= 16) code = _mm_srli_epi16(code, 4);
         code = _mm_sub_epi8(_mm_and_si128(code, _mm_set1_epi8(15)), _mm_set1_epi8(8));
@@ -13813,20 +13812,19 @@ ROCQ__WIDE __m512 rocq__wide_load(const rocq_format format, const void *a, const
     return _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(code)));
 }
 
-// Eight keys at a time, two in each vector.
+// Eight keys at a time, two in each vector. Meanwhile the next eight rows are prefetched in their
+// order, evenly over the elements: each step of 32 elements makes 8 * 32 due, and a row takes n.
 ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const float *const *q,
                                 const void *const *k, int64_t n_keys, int64_t n,
                                 float *const *score, const rocq__attend_next *next) {
-    const int64_t bytes = next ? (next->bytes + 63) / 64 * 64 : 0;
+    int64_t due = 0, fetched = 0;
     for (int64_t first = 0; first < n_keys; first += 8) {
         __m512 sum[4][4]; // [rows][pairs]
-        int64_t fetched = 0, fetch_end = 0;
         ROCQ__UNROLL
         for (int l = 0; l < 16; l++) sum[l / 4][l % 4] = _mm512_setzero_ps();
-        for (int64_t i = 0; i < n; i += 32, fetched = fetch_end) {
-            fetch_end = bytes * (i + 32) / n / 64 * 64; // this part of the next rows' bytes
-            for (int j = 0; fetched < fetch_end && j < 8; j++) {
-                rocq__fetch_part(next, first + j, fetched, fetch_end);
+        for (int64_t i = 0; i < n; i += 32) {
+            for (due += 8 * 32; next && due >= n; due -= n) {
+                rocq__fetch_part(next, fetched++, 0, next->bytes);
             }
             __m512 scale[4];
             ROCQ__UNROLL
@@ -13844,7 +13842,8 @@ ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const 
                 ROCQ__UNROLL
                 for (int p = 0; p < 4; p++) {
                     const void *const *pair = k + first + 2 * p;
-                    const __m512 key = rocq__wide_load(format, pair[0], pair[1], i + l, scale[p]);
+                    const __m512 key =
+                        rocq__wide_load(format, true, pair[0], pair[1], i + l, scale[p]);
                     ROCQ__UNROLL
                     for (int r = 0; r < rows; r++) {
                         sum[r][p] = _mm512_fmadd_ps(query[r], key, sum[r][p]);
@@ -13887,7 +13886,7 @@ ROCQ__WIDE void rocq__values_part(const rocq_format format, const int rows, cons
         for (int l = 0; l < n_vectors; l++) {
             const int64_t at = i + 16 * l;
             const __m512 scale = rocq__wide_scale(format, v[j], v[j], at);
-            value[l] = rocq__wide_load(format, v[j], NULL, at, scale);
+            value[l] = rocq__wide_load(format, false, v[j], v[j], at, scale);
         }
         ROCQ__UNROLL
         for (int r = 0; r < rows; r++) {
