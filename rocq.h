@@ -5907,9 +5907,10 @@ static inline uint64_t rocq__levels_iq2(const char *book, uint32_t k) {
 // 8 (value + delta) = 8 t - 7, or 8 t - 9 if delta is negative, as signed bytes. 128 is added
 // first, so that no byte borrows from the next, and the XOR takes it off again.
 static inline uint64_t rocq__levels_iq1(uint32_t k, bool negative) {
-    const uint64_t t = rocq__entry_3(rocq__codebook_iq1[k >> 10], k & 1023);
-    const uint64_t raised = 128 * ROCQ__BYTES + 8 * t;
-    return (raised - (negative ? 9 : 7) * ROCQ__BYTES) ^ 128 * ROCQ__BYTES;
+    const char *book = (const char *)rocq__codebook_iq1 + (k >> 10); // a 0 ends each half
+    const uint64_t raised = 128 * ROCQ__BYTES + 8 * rocq__entry_3(book, k);
+    const uint64_t less = 7 * ROCQ__BYTES + (negative ? 2 * ROCQ__BYTES : 0);
+    return (raised - less) ^ 128 * ROCQ__BYTES;
 }
 
 static inline uint64_t rocq__levels_iq3_xxs(uint32_t k0, uint32_t k1) {
@@ -6023,10 +6024,10 @@ static void rocq__unpack_iq1_s(const void *block, int8_t *code, float *scale, fl
     const float d = rocq__f16_to_f32(b->d) * 0.125f;
     for (int32_t g = 0; g < 8; g++) {
         const uint32_t qh = b->qh[g];
-        for (int32_t k = 4 * g; k < 4 * g + 4; k++) {
-            const uint32_t high = qh >> 3 * (k % 4) & 7;
-            const uint64_t levels = rocq__levels_iq1(b->qs[k] | high << 8, (qh & 0x8000) != 0);
-            memcpy(code + 8 * k, &levels, 8);
+        for (int32_t j = 0; j < 4; j++) {
+            const uint32_t k = b->qs[4 * g + j] | (qh >> 3 * j & 7) << 8;
+            const uint64_t levels = rocq__levels_iq1(k, (qh & 0x8000) != 0);
+            memcpy(code + 32 * g + 8 * j, &levels, 8);
         }
         scale[g] = d * (float)(2 * (qh >> 12 & 7) + 1);
         min[g] = 0;
@@ -6038,13 +6039,14 @@ static void rocq__unpack_iq1_m(const void *block, int8_t *code, float *scale, fl
     uint16_t half = 0;
     for (int32_t j = 0; j < 4; j++) half = (uint16_t)(half | b->scales[j] >> 12 << 4 * j);
     const float d = rocq__f16_to_f32(half) * 0.125f;
+    const float odd[8] = {d, 3 * d, 5 * d, 7 * d, 9 * d, 11 * d, 13 * d, 15 * d};
     for (int32_t g = 0; g < 16; g++) {
-        for (int32_t k = 2 * g; k < 2 * g + 2; k++) {
-            const uint32_t qh = b->qh[g] >> 4 * (k % 2) & 15;
-            const uint64_t levels = rocq__levels_iq1(b->qs[k] | (qh & 7) << 8, qh >= 8);
-            memcpy(code + 8 * k, &levels, 8);
-        }
-        scale[g] = d * (float)(2 * (b->scales[g / 4] >> 3 * (g % 4) & 7) + 1);
+        const uint32_t qh = b->qh[g], k0 = b->qs[2 * g] | (qh & 7) << 8,
+                       k1 = b->qs[2 * g + 1] | (qh >> 4 & 7) << 8;
+        const uint64_t levels[2] = {rocq__levels_iq1(k0, (qh & 8) != 0),
+                                    rocq__levels_iq1(k1, (qh & 128) != 0)};
+        memcpy(code + 16 * g, levels, 16);
+        scale[g] = odd[b->scales[g / 4] >> 3 * (g % 4) & 7];
         min[g] = 0;
     }
 }
