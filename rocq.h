@@ -16428,12 +16428,13 @@ static void rocq__plan_shortconv_cpu(rocq__plan *plan, rocq_op op, const void *p
 }
 
 // -- delta_net --
-// The columns of a state do not depend on each other, so a task has a strip of them and goes
-// through all tokens. Those come in chunks, small enough that their k and q stay in L1 beside the
-// strip. For each token and element of S that is 7 flops in two passes: the chunked forms of the
-// recurrence, whose products are of matrices, need no fewer.
+// The columns of a state do not depend on each other, so a task has a strip of them, of most models
+// all of a head's, and goes through all tokens. Those come in chunks: each column is taken through
+// a whole chunk, whose k and q stay in L1, before the next one. For each token and element of S
+// that is 7 flops in two passes: the chunked forms of the recurrence, whose products are of
+// matrices, need no fewer.
 
-enum { ROCQ__DELTA_STRIP = 32, ROCQ__DELTA_CHUNK = 8 };
+enum { ROCQ__DELTA_STRIP = 128, ROCQ__DELTA_CHUNK = 16 };
 
 typedef struct rocq__delta {
     const rocq_delta_net_params *p;

@@ -1758,7 +1758,7 @@ typedef struct delta_boxes {
 } delta_boxes;
 
 static delta_boxes delta_random(int i, int64_t n) {
-    static const int64_t keys[] = {1, 3, 8, 31, 32, 64, 100, 128}, values[] = {5, 32, 1, 33, 70};
+    static const int64_t keys[] = {1, 3, 8, 31, 32, 64, 100, 128}, values[] = {5, 32, 1, 33, 131};
     delta_boxes b;
     const box_layout layout = (box_layout)(i / 2 % 3);
     const int64_t shared = 1 + i % 3;
