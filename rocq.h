@@ -16428,18 +16428,19 @@ static void rocq__plan_shortconv_cpu(rocq__plan *plan, rocq_op op, const void *p
 }
 
 // -- delta_net --
-// The columns of a state do not depend on each other, so a task has a strip of them, of most models
-// all of a head's, and goes through all tokens. Those come in chunks: each column is taken through
-// a whole chunk, whose k and q stay in L1, before the next one. For each token and element of S
-// that is 7 flops in two passes: the chunked forms of the recurrence, whose products are of
+// The columns of a state do not depend on each other, so a task has a strip of them and goes
+// through all tokens. Those come in chunks: each column is taken through a whole chunk, whose k and
+// q stay in L1, before the next one. A strip is all of a head where each thread then has eight,
+// because every strip computes the head's k, q and gates for itself. For each token and element of
+// S that is 7 flops in two passes: the chunked forms of the recurrence, whose products are of
 // matrices, need no fewer.
 
-enum { ROCQ__DELTA_STRIP = 128, ROCQ__DELTA_CHUNK = 16 };
+enum { ROCQ__DELTA_CHUNK = 16 };
 
 typedef struct rocq__delta {
     const rocq_delta_net_params *p;
     bool simd;
-    int64_t n_strips; // of a head
+    int64_t n_strips, strip; // of a head; columns of each
 } rocq__delta;
 
 typedef struct rocq__delta_token {
@@ -16560,8 +16561,8 @@ static void rocq__delta_task(void *arg, int64_t i, int64_t i_end, int32_t thread
     (void)thread;
     for (; i < i_end; i++) {
         const int64_t seq = i / a->n_strips / n_heads, head = i / a->n_strips % n_heads;
-        const int64_t first = i % a->n_strips * ROCQ__DELTA_STRIP;
-        const int64_t end = ROCQ__MIN(p->v->ne[0], first + ROCQ__DELTA_STRIP);
+        const int64_t first = i % a->n_strips * a->strip;
+        const int64_t end = ROCQ__MIN(p->v->ne[0], first + a->strip);
         const int32_t *slot = rocq__row_i32(p->slot, seq);
         for (int64_t c = first; c < end; c++) {
             float *s = rocq__row_f32(p->state, c, head, slot[1]);
@@ -16606,10 +16607,12 @@ static void rocq__plan_delta_net_cpu(rocq__plan *plan, rocq_op op, const void *p
     (void)op;
     a->p = (const rocq_delta_net_params *)params;
     a->simd = plan->ctx->has_simd;
-    a->n_strips = (a->p->v->ne[0] + ROCQ__DELTA_STRIP - 1) / ROCQ__DELTA_STRIP;
-    const int64_t work = ROCQ__DELTA_STRIP * a->p->k->ne[0] * (2 + a->p->v->ne[2]);
-    rocq__plan_stage(plan, rocq__delta_task, a,
-                     a->n_strips * a->p->v->ne[1] * a->p->v->ne[3],
+    const int64_t columns = a->p->v->ne[0], heads = a->p->v->ne[1] * a->p->v->ne[3];
+    const int64_t even = columns * heads / (8 * plan->ctx->desc.n_threads);
+    a->strip = ROCQ__MIN(ROCQ__MAX(even, 32), columns);
+    a->n_strips = (columns + a->strip - 1) / a->strip;
+    const int64_t work = a->strip * a->p->k->ne[0] * (2 + a->p->v->ne[2]);
+    rocq__plan_stage(plan, rocq__delta_task, a, a->n_strips * heads,
                      rocq__plan_grain(plan, work))->begin = rocq__delta_begin;
 }
 
