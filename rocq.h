@@ -3957,6 +3957,26 @@ static inline uint32_t rocq__f32_bits(float value) {
     return bits;
 }
 
+// a b + c, rounded once, as the vectors' multiply-adds are.
+static inline float rocq__fma(float a, float b, float c) {
+#if defined(__MINGW32__) // whose fmaf rounds the product, too
+    // The product is exact in a double. Where the sum, rounded to a double, lies halfway between
+    // two floats but the exact one does not, it moves to the side of what was rounded away.
+    const double product = (double)a * b, sum = product + c, added = sum - product;
+    const double lost = (product - (sum - added)) + (c - added);
+    uint64_t bits;
+    double moved;
+    memcpy(&bits, &sum, sizeof bits);
+    if (lost != 0.0 && (bits & 0x1fffffff) == 0x10000000) {
+        bits += (lost > 0.0) == (sum > 0.0) ? 1 : UINT64_MAX;
+    }
+    memcpy(&moved, &bits, sizeof moved);
+    return (float)moved;
+#else
+    return fmaf(a, b, c);
+#endif
+}
+
 // These conversions never compute with a subnormal float, so they are right even in a program that
 // flushes subnormals to zero, as games do.
 static inline float rocq__f16_to_f32(uint16_t half) {
@@ -9598,11 +9618,11 @@ static inline float rocq__clamp(float x, float least, float most) { // NaN stays
 static float rocq__exp_parts(float x, float *power) {
     const float k = rintf(x * 1.44269504f);
     // ln(2) in two parts, the first short enough that its products with k are exact
-    const float r = fmaf(-k, -2.12194440e-4f, fmaf(-k, 0.693359375f, x));
+    const float r = rocq__fma(-k, -2.12194440e-4f, rocq__fma(-k, 0.693359375f, x));
     float e = rocq__exp_term[0];
-    for (int i = 1; i < 5; i++) e = fmaf(e, r, rocq__exp_term[i]);
+    for (int i = 1; i < 5; i++) e = rocq__fma(e, r, rocq__exp_term[i]);
     *power = rocq__bits_f32((uint32_t)((int32_t)k + 127) << 23);
-    return fmaf(e, r * r, r);
+    return rocq__fma(e, r * r, r);
 }
 
 // Within 1.1 ulp of exp(x) from LEAST on; NaN stays.
@@ -9618,7 +9638,7 @@ static float rocq__tanh1(float x) {
     float power;
     if (x != x) return x;
     const float p = rocq__exp_parts(rocq__clamp(2.0f * x, -20.0f, 20.0f), &power);
-    const float e = fmaf(power, p, power - 1.0f);
+    const float e = rocq__fma(power, p, power - 1.0f);
     return e / (e + 2.0f);
 }
 
@@ -9626,7 +9646,7 @@ static float rocq__tanh1(float x) {
 // 2 / (1 + exp(-2 u)), does not cancel for negative x.
 static float rocq__gate1(float x, float linear, float cubic) {
     // The minimum keeps the square finite: with cubic 0, 0 times infinity would be NaN.
-    const float slope = fmaf(ROCQ__MIN(x * x, 1e30f), cubic, linear);
+    const float slope = rocq__fma(ROCQ__MIN(x * x, 1e30f), cubic, linear);
     return x / (1.0f + rocq__exp1(-(x * slope)));
 }
 
@@ -9648,9 +9668,9 @@ static float rocq__activation(rocq_activation activation, float x) {
 // The derivative of rocq__gate1: with e = exp(-u) and s = 1 / (1 + e), it is s + x s (1 - s) u',
 // where 1 - s is e s, which does not cancel.
 static float rocq__gate_slope1(float x, float linear, float cubic) {
-    const float square = x * x, u = x * fmaf(square, cubic, linear);
+    const float square = x * x, u = x * rocq__fma(square, cubic, linear);
     const float e = rocq__exp1(rocq__clamp(-u, -INFINITY, 86.0f)), s = 1.0f / (1.0f + e);
-    return s * fmaf(e * s, x * fmaf(3.0f * square, cubic, linear), 1.0f);
+    return s * rocq__fma(e * s, x * rocq__fma(3.0f * square, cubic, linear), 1.0f);
 }
 
 // The derivative of the activation; that of RELU is 0 at 0. NaN stays, but in RELU.
@@ -10206,8 +10226,9 @@ static void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *
             }
             for (int r = 0; r < ROCQ__MM_PAIR; r++) {
                 const float scale = pair->scale[g][r] * groups[g].scale;
-                sums[c][r] = fmaf(scale, (float)dot[r], sums[c][r]);
-                if (tile->has_min) sums[c][r] = fmaf(-pair->min[g][r], groups[g].sum, sums[c][r]);
+                sums[c][r] = rocq__fma(scale, (float)dot[r], sums[c][r]);
+                if (!tile->has_min) continue;
+                sums[c][r] = rocq__fma(-pair->min[g][r], groups[g].sum, sums[c][r]);
             }
         }
     }
@@ -10521,7 +10542,7 @@ static void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_t
     }
 #define ROCQ__ADD_PRODUCT(a, b, c) ((c) + (a) * (b))
 ROCQ__DOT_SCALAR(dot_f32, ROCQ__ADD_PRODUCT)
-ROCQ__DOT_SCALAR(dot_f32_fused, fmaf)
+ROCQ__DOT_SCALAR(dot_f32_fused, rocq__fma)
 #undef ROCQ__ADD_PRODUCT
 #undef ROCQ__DOT_SCALAR
 
@@ -14489,7 +14510,7 @@ static ROCQ__SIMD void rocq__attend_values_seen(const rocq__attend *a,
         for (int64_t j = 0; j < n_keys; j++) {
             if (!rocq__attend_sees(&view, j)) continue;
             const float weight = local->score[j * a->stride + r], *v = local->tile + j * a->pitch;
-            for (int64_t d = 0; d < a->pitch; d++) acc[d] = fmaf(weight, v[d], acc[d]);
+            for (int64_t d = 0; d < a->pitch; d++) acc[d] = rocq__fma(weight, v[d], acc[d]);
         }
     }
 }
@@ -16350,7 +16371,7 @@ static ROCQ__SIMD void rocq__add_product_simd(float *y, const float *a, const fl
         rocq__v8_store(y + i, rocq__v8_fma(rocq__v8_load(a + i), rocq__v8_load(b + i),
                                            rocq__v8_load(y + i)));
     }
-    for (; i < n; i++) y[i] = fmaf(a[i], b[i], y[i]);
+    for (; i < n; i++) y[i] = rocq__fma(a[i], b[i], y[i]);
 }
 #endif
 
@@ -16808,7 +16829,7 @@ static ROCQ__SIMD void rocq__conv_norm_simd(float *z, const float *norm, float s
         rocq__v8_store(z + c, rocq__v8_fma(v, rocq__v8_load(norm + n + c),
                                            rocq__v8_load(norm + 2 * n + c)));
     }
-    for (; c < n; c++) z[c] = fmaf(z[c] * s - norm[c], norm[n + c], norm[2 * n + c]);
+    for (; c < n; c++) z[c] = rocq__fma(z[c] * s - norm[c], norm[n + c], norm[2 * n + c]);
 }
 #endif
 
@@ -18625,7 +18646,7 @@ static void rocq__moment_encode_scalar(int8_t *code, float *scale, const float *
     const float inverse = most > 0.0f ? levels / most : 0.0f;
     *scale = most / levels;
     for (int64_t i = 0; i < n; i++) {
-        const float u = fmaf((float)i, 0.618033989f, dither);
+        const float u = rocq__fma((float)i, 0.618033989f, dither);
         float q = rintf((second ? sqrtf(x[i]) : x[i]) * inverse + (u - rintf(u)));
         if (second) q = ROCQ__MAX(q, x[i] > 0.0f ? 1.0f : 0.0f) - 128.0f;
         q = ROCQ__MAX(q, least); // this way round NaN becomes the least

@@ -433,6 +433,9 @@ static void between_launches_threads_sleep(void **state) {
     int waited = 0;
     while (rocq__load32(&s.ctx->team.asleep) < 3 && waited++ < 5000) poll(NULL, 0, 1);
     assert_int_equal(rocq__load32(&s.ctx->team.asleep), 3);
+    const clock_t before = clock(); // of all threads: none of them spins
+    poll(NULL, 0, 300);
+    assert_in_range((clock() - before) * 1000 / CLOCKS_PER_SEC, 0, 30);
     assert_true(step_digest(&s, graph) == wanted[0]);
     step_close(&s);
 }

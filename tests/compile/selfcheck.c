@@ -2,7 +2,8 @@
 // emulators where the test suite does not run: formats, matmul, attention, GGUF from a callback, a
 // memory span and a file, and what a machine without a GPU answers. Valid C11 and C++17.
 //
-// The 'digest' lines are hashes of decoded and encoded blocks: the same on every platform.
+// The 'digest' lines are hashes of decoded and encoded blocks and of INT8 products: the same on
+// every platform, whatever instructions it has.
 #ifndef SELFCHECK_EXTERNAL // the implementation is in another file of the program
 #define ROCQ_IMPLEMENTATION
 #endif
@@ -147,6 +148,45 @@ static void check_matmul(rocq_ctx *ctx, rocq_format format, rocq_precision preci
     p.precision = precision;
     CHECK(rocq_matmul(ctx, &p) == ROCQ_OK);
     CHECK(close_enough(y, want, COLUMNS * ROWS, limit));
+}
+
+// INT8 products have the same bits everywhere. Their weights are random bits that stand for
+// moderate numbers, since the encoders of the K formats may round differently where a compiler
+// fuses.
+static void check_product_bits(rocq_ctx *ctx, rocq_format format, const char *name,
+                               int32_t elems, int32_t bytes) {
+    rocq_matmul_params p;
+    rocq_result result = ROCQ_OK;
+    random_state = (uint32_t)format + 1;
+    fill(x, COLUMNS * N);
+    for (int b = 0; b < ROWS * N / elems; b++) {
+        unsigned char *block = blocks + b * bytes;
+        for (bool moderate = false; !moderate;) {
+            for (int i = 0; i < bytes; i++) {
+                block[i] = (unsigned char)random_bits();
+            }
+            CHECK(rocq_dequantize(format, decoded, block, elems) == ROCQ_OK);
+            moderate = true;
+            for (int i = 0; i < elems; i++) {
+                moderate = moderate && fabsf(decoded[i]) < 1000;
+            }
+        }
+    }
+    const rocq_tensor tw = tensor(blocks, format, N, ROWS, 1);
+    memset(&p, 0, sizeof p);
+    p.w = &tw;
+    p.precision = ROCQ_PRECISION_INT8;
+    for (int n = COLUMNS; n > 0 && result == ROCQ_OK; n -= COLUMNS - 1) { // 1 takes other kernels
+        const rocq_tensor ty = tensor(y, ROCQ_F32, ROWS, n, 1), tx = tensor(x, ROCQ_F32, N, n, 1);
+        p.y = &ty;
+        p.x = &tx;
+        result = rocq_matmul(ctx, &p);
+        CHECK(result == ROCQ_OK || result == ROCQ_E_UNSUPPORTED); // without codes
+        if (result == ROCQ_OK) {
+            printf("digest %s products of %d columns %016llx\n", name, n,
+                   (unsigned long long)hash(y, (size_t)(n * ROWS) * sizeof *y));
+        }
+    }
 }
 
 static void check_attention(rocq_ctx *ctx) {
@@ -307,6 +347,10 @@ int main(void) {
     check_matmul(ctx, ROCQ_Q6_K, ROCQ_PRECISION_INT8, 5e-4);
     check_matmul(ctx, ROCQ_Q6_K, ROCQ_PRECISION_F32, 1e-6);
     check_matmul(ctx, ROCQ_MXFP6_E3M2, ROCQ_PRECISION_F16, 1e-5);
+#define ROCQ_X(NAME, name, id, elems, bytes) \
+    check_product_bits(ctx, ROCQ_##NAME, #NAME, elems, bytes);
+    ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
     check_attention(ctx);
     check_files(ctx);
     rocq_close(&ctx);
