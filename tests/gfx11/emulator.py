@@ -134,7 +134,7 @@ class Program:
         self.memory.add(self.base, size)
         self.functions = self.code.instructions()
         self.instructions = {i.address: i for body in self.functions.values() for i in body}
-        self.steps = {}
+        self.decoded = collections.defaultdict(dict)  # the steps of each kernel
 
     # -- launch --
 
@@ -149,7 +149,7 @@ class Program:
         total = grid_x * grid_z
         n = min(sample or total, total)
         ids = [total * i // n for i in range(n)]
-        self.limit = limit
+        self.limit, self.steps = limit, self.decoded[kernel]
         self.counts = Counts(n, n * -(-threads // 32), n / total)
         for step in self.steps.values():
             step.count = 0

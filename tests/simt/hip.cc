@@ -98,6 +98,7 @@ struct runtime {
     std::vector<unseen_copy> unseen;
     double (*clock)(void) = nullptr; // milliseconds; nullptr: the host's
     std::map<const simt_kernel *, int64_t> lds; // most that a launch asked for
+    const simt_elsewhere *elsewhere = nullptr;
 
     runtime() {
         const char *when = getenv("SIMT_WORK");
@@ -212,9 +213,22 @@ int check_range(const char *call, const char *side, const void *p, size_t size, 
 
 int run_until(stream *s, uint64_t count);
 
+int run_elsewhere(const operation &o) {
+    const simt_elsewhere &to = *hip().elsewhere;
+    for (auto *blocks : {&hip().device, &hip().host}) {
+        for (auto &b : *blocks) to.memory((const void *)b.first, b.second.size);
+    }
+    const int error = to.launch(o.kernel->name, o.grid_x, o.grid_z, o.threads, o.args->data());
+    for (auto *blocks : {&hip().device, &hip().host}) {
+        for (auto &b : *blocks) to.memory((const void *)b.first, 0);
+    }
+    return error;
+}
+
 int run_one(const operation &o) {
     switch (o.what) {
     case operation::LAUNCH: {
+        if (hip().elsewhere) return run_elsewhere(o);
         if (!o.exec) hip().unseen.clear();
         const int errors = simt_run(o.kernel, o.grid_x, o.grid_z, o.threads, o.args->data());
         if (strcmp(o.kernel->name, "selftest") == 0) {
@@ -394,7 +408,7 @@ int hipDeviceGetAttribute(int *value, int attribute, int device) {
 int hipDeviceGetName(char *name, int size, int device) {
     ENTER_OR_FAIL();
     if (device < 0 || device >= hip().n_devices) return HIP_INVALID_DEVICE;
-    snprintf(name, (size_t)size, "simt %d", device);
+    snprintf(name, (size_t)size, "%s %d", hip().elsewhere ? "elsewhere" : "simt", device);
     return HIP_OK;
 }
 int hipDeviceGetPCIBusId(char *pci, int size, int device) {
@@ -931,6 +945,13 @@ int simt_get_stream(simt_stream *s) {
 int64_t simt_get_lds(const char *name) {
     const simt_kernel *k = simt_find_name(name);
     return k ? hip().lds[k] : -1;
+}
+void simt_set_elsewhere(const simt_elsewhere *to) {
+    hip().elsewhere = to;
+#define ROCQ_X(name, args, threads) \
+    new simt_registered(#name, nullptr, sizeof(args), threads, nullptr);
+    ROCQ_KERNELS(ROCQ_X)
+#undef ROCQ_X
 }
 void simt_set_replay(int how, int node) {
     hip().replay = how;
