@@ -3959,19 +3959,19 @@ static inline uint32_t rocq__f32_bits(float value) {
 
 // a b + c, rounded once, as the vectors' multiply-adds are.
 static inline float rocq__fma(float a, float b, float c) {
-#if defined(__MINGW32__) // whose fmaf rounds the product, too
-    // The product is exact in a double. Where the sum, rounded to a double, lies halfway between
-    // two floats but the exact one does not, it moves to the side of what was rounded away.
+#if defined(__MINGW32__) // whose fmaf rounds more than once
+    // The product is exact in a double. Where the sum is not, its last bit is made odd, so that the
+    // float rounds as the exact sum does.
     const double product = (double)a * b, sum = product + c, added = sum - product;
-    const double lost = (product - (sum - added)) + (c - added);
+    const double lost = (product - (sum - added)) + (c - added); // NaN where the sum is infinite
     uint64_t bits;
-    double moved;
+    double odd;
     memcpy(&bits, &sum, sizeof bits);
-    if (lost != 0.0 && (bits & 0x1fffffff) == 0x10000000) {
+    if ((lost < 0.0 || lost > 0.0) && !(bits & 1)) {
         bits += (lost > 0.0) == (sum > 0.0) ? 1 : UINT64_MAX;
     }
-    memcpy(&moved, &bits, sizeof moved);
-    return (float)moved;
+    memcpy(&odd, &bits, sizeof odd);
+    return (float)odd;
 #else
     return fmaf(a, b, c);
 #endif
@@ -5100,9 +5100,9 @@ static inline void rocq__relax(void) {
 }
 
 #if defined(__GNUC__) || defined(__clang__)
-#define ROCQ__PREFETCH(address) __builtin_prefetch(address)
+#define ROCQ__PREFETCH(address, locality) __builtin_prefetch(address, 0, locality) // 3: L1, 2: L2
 #else
-#define ROCQ__PREFETCH(address) ((void)(address))
+#define ROCQ__PREFETCH(address, locality) ((void)(address))
 #endif
 
 // A lock for a few dozen instructions, at half the cost of a mutex. A thread that finds it held for
@@ -5319,7 +5319,7 @@ static void rocq__team_fetch(rocq__team *team, int64_t seen, bool inside, rocq__
     enum { AT_ONCE = 512 };
     for (int i = 0; i < ROCQ__AHEAD_PARTS; i++) {
         while (ahead->bytes[i] > 0 && rocq__team_idle(team, seen, inside)) {
-            for (int j = 0; j < AT_ONCE; j += 64) ROCQ__PREFETCH(ahead->at[i] + j);
+            for (int j = 0; j < AT_ONCE; j += 64) ROCQ__PREFETCH(ahead->at[i] + j, 2);
             ahead->at[i] += AT_ONCE;
             ahead->bytes[i] -= AT_ONCE;
         }
@@ -5927,7 +5927,7 @@ static inline uint64_t rocq__levels_iq2(const char *book, uint32_t k) {
 // 8 (value + delta) = 8 t - 7, or 8 t - 9 if delta is negative, as signed bytes. 128 is added
 // first, so that no byte borrows from the next, and the XOR takes it off again.
 static inline uint64_t rocq__levels_iq1(uint32_t k, bool negative) {
-    const char *book = (const char *)rocq__codebook_iq1 + (k >> 10); // a 0 ends each half
+    const char *book = (const char *)&rocq__codebook_iq1 + (k >> 10); // past the first half's 0
     const uint64_t raised = 128 * ROCQ__BYTES + 8 * rocq__entry_3(book, k);
     const uint64_t less = 7 * ROCQ__BYTES + (negative ? 2 * ROCQ__BYTES : 0);
     return (raised - less) ^ 128 * ROCQ__BYTES;
@@ -13704,7 +13704,7 @@ static void rocq__values_scalar(float *const *acc, const float *keep, const void
 ROCQ__V8 void rocq__fetch_part(const rocq__attend_next *next, int64_t j, int64_t begin,
                                int64_t end) {
     const unsigned char *row = (const unsigned char *)next->row[j];
-    for (; begin < end; begin += 64) ROCQ__PREFETCH(row + begin);
+    for (; begin < end; begin += 64) ROCQ__PREFETCH(row + begin, 3);
 }
 
 // The same for one, two or four rows, for which a key is widened once, with 8 / rows keys at a
@@ -13836,7 +13836,8 @@ ROCQ__WIDE __m512 rocq__wide_load(const rocq_format format, const bool two, cons
 }
 
 // Eight keys at a time, two in each vector. Meanwhile the next eight rows are prefetched in their
-// order, evenly over the elements: each step of 32 elements makes 8 * 32 due, and a row takes n.
+// order, evenly over the steps: `due` counts elements, of which each step of 32 owes eight rows'
+// worth, and a row is fetched once n of them are due.
 ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const float *const *q,
                                 const void *const *k, int64_t n_keys, int64_t n,
                                 float *const *score, const rocq__attend_next *next) {
@@ -14208,7 +14209,8 @@ static inline const void *rocq__attend_line(const rocq__attend *a, const rocq__a
 // In software, because a KV head's rows may be too far apart for the hardware's prefetcher, and V's
 // are read a few elements of each row at a time.
 static inline void rocq__attend_prefetch(const rocq__attend_rows *rows, const void *line) {
-    for (int64_t i = 0; i < rows->bytes; i += 64) ROCQ__PREFETCH((const unsigned char *)line + i);
+    const unsigned char *at = (const unsigned char *)line;
+    for (int64_t i = 0; i < rows->bytes; i += 64) ROCQ__PREFETCH(at + i, 3);
 }
 
 // score of n rows and the n_keys keys at line. Where rows or keys are fewer than a kernel takes,
@@ -16451,10 +16453,10 @@ static void rocq__plan_shortconv_cpu(rocq__plan *plan, rocq_op op, const void *p
 // -- delta_net --
 // The columns of a state do not depend on each other, so a task has a strip of them and goes
 // through all tokens. Those come in chunks: each column is taken through a whole chunk, whose k and
-// q stay in L1, before the next one. A strip is all of a head where each thread then has eight,
-// because every strip computes the head's k, q and gates for itself. For each token and element of
-// S that is 7 flops in two passes: the chunked forms of the recurrence, whose products are of
-// matrices, need no fewer.
+// q stay in L1, before the next one. Every strip computes the head's k, q and gates for itself, so
+// it is as wide as leaves each thread eight tasks: all of a head, or less, 32 columns at least. For
+// each token and element of S that is 7 flops in two passes: the chunked forms of the recurrence,
+// whose products are of matrices, need no fewer.
 
 enum { ROCQ__DELTA_CHUNK = 16 };
 
@@ -16629,9 +16631,9 @@ static void rocq__plan_delta_net_cpu(rocq__plan *plan, rocq_op op, const void *p
     a->p = (const rocq_delta_net_params *)params;
     a->simd = plan->ctx->has_simd;
     const int64_t columns = a->p->v->ne[0], heads = a->p->v->ne[1] * a->p->v->ne[3];
-    const int64_t even = columns * heads / (8 * plan->ctx->desc.n_threads);
-    a->strip = ROCQ__MIN(ROCQ__MAX(even, 32), columns);
-    a->n_strips = (columns + a->strip - 1) / a->strip;
+    const int64_t most = ROCQ__MAX(columns * heads / (8 * plan->ctx->desc.n_threads), 32);
+    a->n_strips = (columns + most - 1) / most;
+    a->strip = (columns + a->n_strips - 1) / a->n_strips;
     const int64_t work = a->strip * a->p->k->ne[0] * (2 + a->p->v->ne[2]);
     rocq__plan_stage(plan, rocq__delta_task, a, a->n_strips * heads,
                      rocq__plan_grain(plan, work))->begin = rocq__delta_begin;
