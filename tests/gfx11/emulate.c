@@ -24,18 +24,13 @@ __attribute__((format(printf, 1, 2), noreturn)) static void fail_msg(const char 
 #define print_message(...) ((void)0)
 #define skip() fail_msg("skipped")
 #include "tests/ops.h"
+#include "tests/simt/hip.h"
 
 // ---------------------------------------------------------------------------------------------
 // The runtime: everything happens when it is called
 // ---------------------------------------------------------------------------------------------
 
-typedef struct harness {
-    void (*memory)(const void *address, size_t size);           // kernels may touch it; 0: no more
-    int (*launch)(const char *kernel, unsigned grid_x, unsigned grid_z, unsigned threads,
-                  const void *args);
-} harness;
-
-static harness host;
+static simt_elsewhere host;
 
 static int fake_count(int *n) { *n = 1; return 0; }
 static int fake_nothing_i(int a) { (void)a; return 0; }
@@ -877,7 +872,7 @@ const char *emulate_case(int i, const char **unit, int *scales) { // NULL past t
 
 // NULL, or what went wrong. The device is cut to 2 of 96 compute units and their share of
 // bandwidth, so that small operands are spread as large ones are over all.
-const char *emulate_open(const harness *h, const char *code_object) {
+const char *emulate_open(const simt_elsewhere *h, const char *code_object) {
     const rocq_desc host_desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1};
     const rocq_desc desc = {
         .prefer = ROCQ_BACKEND_GPU, .kernels_path = code_object, .dispatch_us = -1};

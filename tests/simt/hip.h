@@ -62,7 +62,7 @@ void simt_set_priorities(int least, int greatest); /* 1, -1 */
 enum { SIMT_REPLAY_RIGHT, SIMT_REPLAY_STALE_ARGS, SIMT_REPLAY_STALE_COPIES, SIMT_REPLAY_DROPPED };
 void simt_set_replay(int how, int node);
 
-/* Kernels that run elsewhere (tests/gfx11/emulate --tests), in a program that links none. Before a
+/* Kernels that run elsewhere (tests/gfx11/emulate), in a program that links none. Before a
    launch memory is called for each block that a kernel may touch, and after it again with size 0.
    launch returns an error of HIP. Set before a context is opened, and for good. */
 typedef struct simt_elsewhere {
