@@ -13617,8 +13617,8 @@ enum {
     ROCQ__ATTEND_SIX = 6      // keys, or queries, that it takes
 };
 
-// Keys or values that are needed next. A kernel prefetches them while it works, in small parts: all
-// of them at once would be more than the processor can wait for at a time.
+// Keys or values that are needed next. A kernel prefetches them while it works, a few rows at a
+// time: all of them at once would be more than the processor can wait for.
 typedef struct rocq__attend_next {
     const void *row[ROCQ__ATTEND_KEYS];
     int64_t bytes; // of each
