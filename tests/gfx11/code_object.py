@@ -170,12 +170,15 @@ class CodeObject:
 
     def instructions(self, only=()):
         """Every function's instructions in order, by the disassembler; or of these functions."""
-        with tempfile.NamedTemporaryFile(suffix=".co") as file:
+        # Into a file, since the disassembler fills a pipe in pieces of 500 bytes.
+        with tempfile.NamedTemporaryFile(suffix=".co") as file, tempfile.TemporaryFile("w+") as out:
             file.write(self.data)
             file.flush()
             some = [f"--disassemble-symbols={','.join(only)}"] if only else ["-d"]
-            text = subprocess.run([disassembler(), *some, f"--mcpu={self.target}", file.name],
-                                  capture_output=True, text=True, check=True).stdout
+            subprocess.run([disassembler(), *some, f"--mcpu={self.target}", file.name],
+                           stdout=out, check=True)
+            out.seek(0)
+            text = out.read()
         functions, function = {}, None
         for line in text.split("\n"):
             if match := _INSTRUCTION.match(line):
