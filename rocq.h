@@ -10245,6 +10245,9 @@ static void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *
 #define ROCQ__KEEP_ORDER(v) __asm__("" : "+x"(v))
 // Keeps a value in a register, so that it is not loaded anew by every instruction that uses it.
 #define ROCQ__KEEP_512(v) __asm__("" : "+v"(v))
+// Hides what an address was computed from. Of many addresses, strides apart, gcc would compute all
+// offsets before the loop, more than there are registers for.
+#define ROCQ__KEEP_ADDRESS(p) __asm__("" : "+r"(p))
 
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) {
     int32_t four;
@@ -11733,18 +11736,19 @@ ROCQ__WIDE void rocq__fetch_meanwhile(rocq__sixteen rows, int64_t at) {
     const bool by_row = rows.place >= 0;
     const uintptr_t from = rows.next + (uintptr_t)(by_row ? at + turn * rows.stride : 16 * at);
     ROCQ__UNROLL
-    for (int i = 0; i < 4; i++) {
-        ROCQ__FETCH(from, i * (by_row ? rows.stride : 64));
-        if (!by_row && rows.l2_ahead) ROCQ__FETCH_L2(from, rows.l2_ahead + 64 * i);
-    }
+    for (int i = 0; i < 4; i++) ROCQ__FETCH(from, i * (by_row ? rows.stride : 64));
+    if (!rows.l2_ahead) return;
+    ROCQ__UNROLL
+    for (int i = 0; i < 4; i++) ROCQ__FETCH_L2(from, rows.l2_ahead + 64 * i);
 }
 
 // rocq__take_rows_avx2 of 16 rows.
 ROCQ__WIDE void rocq__take_rows_avx512(__m512i v[4], rocq__sixteen rows, int64_t at) {
+    const unsigned char *from = rows.at + at;
     if (!rows.interleaved && rows.next) rocq__fetch_meanwhile(rows, at);
+    if (!rows.interleaved) ROCQ__KEEP_ADDRESS(from);
     ROCQ__UNROLL
-    for (int r = 0; r < 4; r++) {
-        const unsigned char *from = rows.at + at + r * rows.stride;
+    for (int r = 0; r < 4; r++, from += rows.stride) {
         const int64_t stride = rows.stride;
         if (rows.interleaved) { // that is how they lie
             v[r] = _mm512_loadu_si512(rows.at + ROCQ__SIDE_BY_SIDE * at + 64 * r);
