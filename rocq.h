@@ -12533,30 +12533,31 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
 #endif
 #if ROCQ__HAS_AVX2
     if (!mm->simd) return;
+    int depth = 0;
     switch (mm->w->format) {
-#define ROCQ__X(NAME, name, raise, depth)                              \
-    case ROCQ_##NAME:                                                  \
-        mm->offset = raise;                                            \
-        mm->dot = rocq__dot_int8_for(mm->group, depth);                \
-        mm->pack = rocq__pack_##name##_avx2;                           \
-        mm->pass = mm->n == 1 ? rocq__pass_##name##_avx2 : NULL;       \
-        if (mm->avx512 && !mm->pass) rocq__mm_choose_vnni(mm, (depth) == 0); \
+#define ROCQ__X(NAME, name, raise, depth_avx2) \
+    case ROCQ_##NAME:                          \
+        mm->offset = raise;                    \
+        depth = depth_avx2;                    \
+        mm->pack = rocq__pack_##name##_avx2;   \
+        mm->pass = rocq__pass_##name##_avx2;   \
         break;
         ROCQ__MM_AVX2(ROCQ__X)
 #undef ROCQ__X
-#define ROCQ__X(NAME, name, entry, of)                            \
-    case ROCQ_##NAME:                                             \
-        mm->take_book = rocq__book_##name##_avx2;                 \
-        mm->book = books->of;                                     \
-        mm->dot = rocq__dot_int8_for(mm->group, 0);               \
-        mm->pack = rocq__pack_##entry##_avx2;                     \
-        mm->pass = mm->n == 1 ? rocq__pass_##entry##_avx2 : NULL; \
-        if (mm->avx512 && !mm->pass) rocq__mm_choose_vnni(mm, true); \
-        return;
+#define ROCQ__X(NAME, name, entry, of)            \
+    case ROCQ_##NAME:                             \
+        mm->take_book = rocq__book_##name##_avx2; \
+        mm->book = books->of;                     \
+        mm->pack = rocq__pack_##entry##_avx2;     \
+        mm->pass = rocq__pass_##entry##_avx2;     \
+        break;
         ROCQ__MM_BOOK(ROCQ__X)
 #undef ROCQ__X
     default: return;
     }
+    mm->dot = rocq__dot_int8_for(mm->group, depth);
+    if (mm->n != 1) mm->pass = NULL;
+    if (mm->avx512 && !mm->pass) rocq__mm_choose_vnni(mm, depth == 0);
     if (mm->interleaved) {
         rocq__mm_choose_interleaved(mm);
         return;
@@ -13628,6 +13629,12 @@ typedef struct rocq__attend_next {
     int64_t bytes; // of each
 } rocq__attend_next;
 
+typedef void (*rocq__attend_dots)(const float *const *q, const void *const *k, int64_t n_keys,
+                                  int64_t n, float *const *score, const rocq__attend_next *next);
+typedef void (*rocq__attend_values)(float *const *acc, const float *keep, const void *const *v,
+                                    const float *const *weight, int64_t n_keys, int64_t n,
+                                    const rocq__attend_next *next);
+
 typedef struct rocq__attend {
     const rocq_attention_params *p;
     bool simd;
@@ -13651,11 +13658,8 @@ typedef struct rocq__attend {
     bool wide;         // in vectors of 64 bytes
     bool side_by_side; // at each position the heads of k
     int64_t rows;      // of few rows, how many these two take at once:
-    void (*dots)(const float *const *q, const void *const *k, int64_t n_keys, int64_t n,
-                 float *const *score, const rocq__attend_next *next);
-    void (*values)(float *const *acc, const float *keep, const void *const *v,
-                   const float *const *weight, int64_t n_keys, int64_t n,
-                   const rocq__attend_next *next);
+    rocq__attend_dots dots;
+    rocq__attend_values values;
     float *scratch;    // [local, threads]
     float *partials;   // [partial, n_rows, n_splits, n_kv_heads, n_seqs]
 } rocq__attend;
@@ -13840,18 +13844,20 @@ ROCQ__WIDE __m512 rocq__wide_load(const rocq_format format, const bool two, cons
 }
 
 // Eight keys at a time, two in each vector. Meanwhile the next eight rows are prefetched in their
-// order, evenly over the steps: `due` counts elements, of which each step of 32 owes eight rows'
-// worth, and a row is fetched once n of them are due.
+// order, evenly over the steps: `due` counts elements, of which each step owes eight rows' worth,
+// and a row is fetched once n of them are due. A step is a block, or no more elements than a vector
+// takes: longer ones need an offset of their own, in one of too few registers, and run no faster.
 ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const float *const *q,
                                 const void *const *k, int64_t n_keys, int64_t n,
                                 float *const *score, const rocq__attend_next *next) {
+    const int step = format == ROCQ_Q8_0 || format == ROCQ_Q4_0 ? 32 : 8;
     int64_t due = 0, fetched = 0;
     for (int64_t first = 0; first < n_keys; first += 8) {
         __m512 sum[4][4]; // [rows][pairs]
         ROCQ__UNROLL
         for (int l = 0; l < 16; l++) sum[l / 4][l % 4] = _mm512_setzero_ps();
-        for (int64_t i = 0; i < n; i += 32) {
-            for (due += 8 * 32; next && due >= n; due -= n) {
+        for (int64_t i = 0; i < n; i += step) {
+            for (due += 8 * step; next && due >= n; due -= n) {
                 rocq__fetch_part(next, fetched++, 0, next->bytes);
             }
             __m512 scale[4];
@@ -13861,7 +13867,7 @@ ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const 
                 scale[p] = rocq__wide_scale(format, pair[0], pair[1], i);
             }
             ROCQ__UNROLL
-            for (int l = 0; l < 32; l += 8) {
+            for (int l = 0; l < step; l += 8) {
                 __m512 query[4];
                 ROCQ__UNROLL
                 for (int r = 0; r < rows; r++) {
@@ -13971,6 +13977,9 @@ ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_SIMD)
                          rocq__values_wide)
 ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_AVX512)
 #undef ROCQ__ATTEND_AVX512
+#define ROCQ__ATTEND_WIDE(kernel) kernel##_avx512
+#else
+#define ROCQ__ATTEND_WIDE(kernel) NULL
 #endif
 #undef ROCQ__ATTEND_KERNELS
 
@@ -13989,19 +13998,27 @@ static void rocq__attend_kernels(rocq__attend *a) {
     // the usual format of a cache. Of other formats it takes as long as two rows.
     const bool one = a->tile_rows == 1 && k == ROCQ_F16 && v == ROCQ_F16 && a->pitch % 64 == 0;
     a->rows = one ? 1 : a->tile_rows <= 2 ? 2 : 4;
-#define ROCQ__ATTEND_CASE(name, NAME, ROWS)                                              \
-    if (k == ROCQ_##NAME && a->rows == ROWS) a->dots = rocq__dots_##name##_##ROWS;       \
-    if (v == ROCQ_##NAME && a->rows == ROWS) a->values = rocq__values_##name##_##ROWS;
-    ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_CASE)
-#undef ROCQ__ATTEND_CASE
-#if ROCQ__HAS_AVX2
-#define ROCQ__ATTEND_CASE(name, NAME, ROWS)                                                       \
-    if (k == ROCQ_##NAME && a->rows == ROWS) a->dots = rocq__dots_##name##_##ROWS##_avx512;       \
-    if (v == ROCQ_##NAME && a->rows == ROWS) a->values = rocq__values_##name##_##ROWS##_avx512;
-    if (a->wide) { ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_CASE) }
-#undef ROCQ__ATTEND_CASE
-#endif
+    static const struct {
+        rocq_format format;
+        int64_t rows;
+        rocq__attend_dots dots[2]; // [1]: in vectors of 64 bytes
+        rocq__attend_values values[2];
+    } kernels[] = {
+#define ROCQ__X(name, NAME, ROWS)                                                     \
+    {ROCQ_##NAME,                                                                     \
+     ROWS,                                                                            \
+     {rocq__dots_##name##_##ROWS, ROCQ__ATTEND_WIDE(rocq__dots_##name##_##ROWS)},     \
+     {rocq__values_##name##_##ROWS, ROCQ__ATTEND_WIDE(rocq__values_##name##_##ROWS)}},
+        ROCQ__ATTEND_FORMATS(ROCQ__X)
+#undef ROCQ__X
+    };
+    for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {
+        if (kernels[i].rows != a->rows) continue;
+        if (kernels[i].format == k) a->dots = kernels[i].dots[a->wide];
+        if (kernels[i].format == v) a->values = kernels[i].values[a->wide];
+    }
 #undef ROCQ__ATTEND_FORMATS
+#undef ROCQ__ATTEND_WIDE
 #endif
 }
 
