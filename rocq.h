@@ -1710,7 +1710,9 @@ ROCQ_DEF const char *rocq_result_name(rocq_result result);
 ROCQ_DEF const char *rocq_result_message(rocq_result result);
 
 // The message of the last call that failed on this context ("" before the first): which argument,
-// which value, what was expected. Valid until the next failing call.
+// which value, what was expected. Valid until the next failing call. Calls without a context, as
+// those that make tensors, arenas and thread_safe pools, and E_NOT_FOUND of a reader leave it as it
+// was.
 ROCQ_DEF const char *rocq_error(const rocq_ctx *ctx);
 
 // -- context --
@@ -1923,7 +1925,8 @@ ROCQ_DEF rocq_result rocq_tensor_init(rocq_tensor *tensor, const rocq_buffer *bu
                                       int64_t offset, rocq_format format, int32_t n_dims,
                                       const int64_t *ne);
 
-// The same over host memory that holds at least the tensor's size.
+// The same over host memory that holds at least the tensor's size and is aligned as the format's
+// numbers are, to 4 bytes for F32 and 2 for most others (E_ALIGNMENT).
 ROCQ_DEF rocq_result rocq_tensor_from_host(rocq_tensor *tensor, void *data, rocq_format format,
                                            int32_t n_dims, const int64_t *ne);
 
@@ -2007,6 +2010,9 @@ ROCQ_DEF rocq_result rocq_row_size(rocq_format format, int64_t n, int64_t *bytes
 // importance is NULL or n_per_row weights >= 0, the same for all rows: the sum of importance *
 // error^2 is made small. Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 MXFP4 without importance give ggml's reference
 // bytes. A value that is not finite is an E_ARGUMENT, a format that is only read E_UNSUPPORTED.
+// Finite values beyond a format's range are no error: F16 makes infinities of what is over 65504,
+// blocks whose scale or min is in F16 come out too small where these would be over it, and values
+// too small for their block's scale become 0.
 ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *src, int64_t n_rows,
                                    int64_t n_per_row, const float *importance);
 
@@ -2320,9 +2326,10 @@ ROCQ_DEF rocq_result rocq_kv_fork(rocq_kv *kv, int32_t src, int32_t dst);
 // A sequence to host memory and back, into a cache of the same layers, heads, formats and
 // no_hadamard, in pages or not. dst NULL asks for the size, which needed (may be NULL otherwise)
 // receives. save waits for the GPU; restore does not, nor reads src afterwards. It replaces what
-// seq held, and changes nothing on E_TRUNCATED (cut short), E_CORRUPT (altered: there is a
-// checksum), E_FOREIGN (of another version), E_SHAPE (of another cache), E_BOUNDS (over n_ctx
-// positions) and E_MEMORY (too few pages).
+// seq held, and changes nothing on E_MAGIC (not of save), E_TRUNCATED (cut short), E_CORRUPT
+// (altered: there is a checksum; or size is not what save reported), E_FOREIGN (of another
+// version), E_SHAPE (of another cache), E_BOUNDS (over n_ctx positions) and E_MEMORY (too few
+// pages).
 ROCQ_DEF rocq_result rocq_kv_save(rocq_kv *kv, int32_t seq, void *dst, int64_t size,
                                   int64_t *needed);
 ROCQ_DEF rocq_result rocq_kv_restore(rocq_kv *kv, int32_t seq, const void *src, int64_t size);
@@ -2560,7 +2567,8 @@ ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op op, const voi
 // context has; where both have a class, the loaded one counts. It refuses, changing nothing, what
 // save has not written (E_MAGIC), what was cut short (E_TRUNCATED) or altered (E_CORRUPT), what is
 // of another chip, driver or version (E_FOREIGN: one simply tunes again), and more results than a
-// context keeps (E_STATE). clear forgets all results.
+// context keeps (E_STATE). clear forgets all results. On the CPU, where there is nothing to tune,
+// both are E_UNSUPPORTED, and write is not called.
 ROCQ_DEF rocq_result rocq_tuning_save(rocq_ctx *ctx, rocq_write_fn write, void *user);
 ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const void *data, int64_t size);
 ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx);
@@ -7052,6 +7060,7 @@ typedef struct rocq__gguf_index {
 // The caller owns an open file. As with its context, one thread at a time may use it.
 struct rocq_gguf {
     rocq_ctx *ctx;
+    const char *path; // while it is opened, for messages; or NULL
     int64_t size; // of the file
     const unsigned char *head;
     int64_t head_size;
@@ -7126,24 +7135,33 @@ static rocq__label rocq__label_of(const char *name, int64_t length) {
     return label;
 }
 
-// Fails with a message that gives the file offset and, unless index is NULL, the record's name.
+// Fails with a message that gives the end of the file's path, if it has one, the offset in the file
+// and, unless index is NULL, the record's name.
 static rocq_result rocq__gguf_bad(const rocq_gguf *file, const rocq__gguf_index *index, int64_t i,
                                   int64_t at, rocq_result result, const char *why,
                                   uint64_t number) {
+    char place[sizeof(rocq__label) + 4] = "";
+    rocq__label name = rocq__label_of("", 0);
+    if (file->path) {
+        const int64_t length = (int64_t)strlen(file->path);
+        const int64_t cut = ROCQ__MAX(length + 1 - (int64_t)sizeof name.text, 0);
+        snprintf(place, sizeof place, "'%s', ",
+                 rocq__label_of(file->path + cut, length - cut).text);
+    }
     if (!index) {
-        return rocq__fail(file->ctx, result, "gguf: byte %lld: %s: %llu", (long long)at, why,
-                          (unsigned long long)number);
+        return rocq__fail(file->ctx, result, "gguf: %sbyte %lld: %s: %llu", place, (long long)at,
+                          why, (unsigned long long)number);
     }
     const int64_t start = index->at[i];
-    rocq__label name = rocq__label_of("", 0);
     if (file->head_size - start > 8) {
         const uint64_t length = rocq__gguf_u64(file->head + start);
         if (length <= (uint64_t)(file->head_size - start - 8)) {
             name = rocq__label_of((const char *)file->head + start + 8, (int64_t)length);
         }
     }
-    return rocq__fail(file->ctx, result, "gguf: byte %lld, %s %lld '%s': %s: %llu", (long long)at,
-                      index->kind, (long long)i, name.text, why, (unsigned long long)number);
+    return rocq__fail(file->ctx, result, "gguf: %sbyte %lld, %s %lld '%s': %s: %llu", place,
+                      (long long)at, index->kind, (long long)i, name.text, why,
+                      (unsigned long long)number);
 }
 
 // -- sources --
@@ -7628,9 +7646,12 @@ static rocq_result rocq__gguf_parse(rocq_gguf *file) {
     memset(&scan, 0, sizeof scan);
     scan.file = file;
     const uint64_t magic = rocq__gguf_take(&scan, 4);
-    if (magic != 0x46554747u)
-        rocq__gguf_stop(&scan, ROCQ_E_MAGIC, "not a GGUF file, whose first number is "
-                        "1179993927; it is", magic);
+    if (scan.result == ROCQ_OK && magic != 0x46554747u) {
+        char why[96];
+        snprintf(why, sizeof why, "not a GGUF file: it begins with '%s', not 'GGUF'; as a number",
+                 rocq__label_of((const char *)file->head, 4).text);
+        rocq__gguf_stop(&scan, ROCQ_E_MAGIC, why, magic);
+    }
     const uint64_t version = rocq__gguf_take(&scan, 4);
     if (version != 0 && (version & 0xffffu) == 0) {
         rocq__gguf_stop(&scan, ROCQ_E_VERSION, "a big-endian file, its version reads", version);
@@ -7721,8 +7742,10 @@ static rocq_result rocq__gguf_open_one(rocq_ctx *ctx, rocq_gguf **file,
     if (!opened) return rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_open: no memory");
     memset(opened, 0, sizeof *opened);
     opened->ctx = ctx;
+    opened->path = desc->path;
     rocq_result result = rocq__gguf_open_source(opened, desc);
     if (result == ROCQ_OK) result = rocq__gguf_parse(opened);
+    opened->path = NULL;
     opened->all = opened->source;
     if (result != ROCQ_OK) rocq_gguf_close(&opened);
     *file = opened;
@@ -7744,9 +7767,8 @@ static rocq_result rocq__gguf_open_other(rocq_gguf *file, const rocq_gguf_desc *
     rocq_gguf *other;
     rocq_result result = rocq__gguf_open_one(file->ctx, &other, desc);
     if (result != ROCQ_OK) {
-        snprintf(why, sizeof why, "%.255s", rocq_error(file->ctx));
-        return rocq__fail(file->ctx, result, "gguf: file %d of %d, '%s': %s", (int)i + 1, (int)n,
-                          desc->path, why);
+        snprintf(why, sizeof why, "%.255s", rocq_error(file->ctx)); // it names the file
+        return rocq__fail(file->ctx, result, "gguf: file %d of %d: %s", (int)i + 1, (int)n, why);
     }
     other->base = rocq__gguf_end(file);
     file->others[file->n_others++] = other;
@@ -8723,8 +8745,10 @@ static rocq_result rocq__gguf_set(rocq_gguf_writer *writer, const char *key, roc
     }
     if (elem_size == 0 || count < 0 || (!is_array && count != 1) || (count > 0 && !data)) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT,
-                          "gguf_writer_set: '%s': type %d, count %lld, data %p", key, (int)type,
-                          (long long)count, data);
+                          "gguf_writer_set: '%s': type %d%s, count %lld%s%s", key, (int)type,
+                          elem_size == 0 ? ", which has no values" : "", (long long)count,
+                          is_array || count == 1 ? "" : ", expected 1 unless it is an array",
+                          data ? "" : ", data is NULL");
     }
     const rocq_str *strings = (const rocq_str *)data;
     int64_t size;
@@ -8915,8 +8939,12 @@ static rocq_result rocq__gguf_add_tensor(rocq_gguf_writer *writer, const char *n
     }
     rocq_tensor shape;
     const rocq_result result = rocq_tensor_init(&shape, NULL, 0, format, n_dims, ne);
-    if (result != ROCQ_OK)
-        return rocq__fail(ctx, result, "gguf_writer_add_tensor: '%s': bad shape or format", name);
+    if (result != ROCQ_OK) {
+        return rocq__fail(ctx, result, "gguf_writer_add_tensor: '%s': n_dims is %d, expected 1 to "
+                          "4; or ne is NULL or has a 0; or rows of %lld are no whole blocks of %s",
+                          name, (int)n_dims, ne && n_dims > 0 ? (long long)ne[0] : 0LL,
+                          rocq_format_name(format));
+    }
     rocq__gguf_record record;
     unsigned char *p;
     int64_t data_size;
@@ -8996,9 +9024,10 @@ ROCQ_DEF rocq_result rocq_gguf_writer_write(rocq_gguf_writer *writer, const void
     const rocq__gguf_record *tensor = &writer->tensors.items[writer->n_written];
     if (!data || size != tensor->data_size) {
         const char *name = (const char *)tensor->bytes + 8;
-        return rocq__fail(
-            ctx, ROCQ_E_ARGUMENT, "gguf_writer_write: '%.*s' has %lld bytes, not %lld, data %p",
-            (int)tensor->name_length, name, (long long)tensor->data_size, (long long)size, data);
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "gguf_writer_write: '%.*s' has %lld bytes; size is %lld%s",
+                          (int)tensor->name_length, name, (long long)tensor->data_size,
+                          (long long)size, data ? "" : ", and data is NULL");
     }
     rocq_result result = writer->header_written ? ROCQ_OK : rocq__gguf_emit_header(writer);
     if (result == ROCQ_OK) result = rocq__gguf_emit(writer, data, size, size);
@@ -17548,8 +17577,8 @@ enum {
 
 typedef struct rocq__outer_work { // of a thread
     float a[ROCQ__OUTER_ROWS][ROCQ__OUTER_A];
-    float b[ROCQ__OUTER_K / ROCQ__CONV_PANEL][ROCQ__OUTER_B];
-    float sums[ROCQ__OUTER_K / ROCQ__CONV_PANEL][ROCQ__OUTER_ROWS][ROCQ__CONV_PANEL];
+    float b[(int)ROCQ__OUTER_K / ROCQ__CONV_PANEL][ROCQ__OUTER_B];
+    float sums[(int)ROCQ__OUTER_K / ROCQ__CONV_PANEL][ROCQ__OUTER_ROWS][ROCQ__CONV_PANEL];
     float row_sums[ROCQ__OUTER_ROWS]; // of a, for db
     float columns[8][ROCQ__OUTER_ROWS];
     float row[ROCQ__OUTER_K], other[ROCQ__OUTER_K];
@@ -17688,7 +17717,7 @@ static void rocq__outer_task(const rocq__outer *o, int64_t item, int64_t item_en
         runs.n_rows = 1;
         runs.pitch = 0;
         runs.next_w = ROCQ__OUTER_B;
-        runs.next_sums = ROCQ__OUTER_ROWS * ROCQ__CONV_PANEL;
+        runs.next_sums = (int)ROCQ__OUTER_ROWS * ROCQ__CONV_PANEL;
         for (int64_t r = 0; r < o->n_r; r += runs.n) {
             const int64_t most = ROCQ__OUTER_R;
             runs.n = ROCQ__MIN(o->n_r - r, most);
@@ -20601,7 +20630,7 @@ static rocq_launch_config rocq__rule_matvec(const rocq__chip *chip, const rocq__
     const bool even = !chip->target && chip->bytes_per_us < ROCQ__MATVEC_RATE * chip->n_units;
     const double enough = even ? (double)ROCQ__MATVEC_HELD * chip->n_units
                                : chip->bytes_per_us * (double)ROCQ__LATENCY_NS / 1000.0;
-    const double each = even ? (double)s->m / ROCQ_K_MATVEC_ROWS : rocq__matvec_flight(s);
+    const double each = even ? (double)s->m / (double)ROCQ_K_MATVEC_ROWS : rocq__matvec_flight(s);
     const int32_t step = rocq__matvec_step(s);
     const bool light = even && s->format >= 0 && rocq__is_plain((rocq_format)s->format);
     rocq_launch_config config = {1, 0, 0};
@@ -23802,8 +23831,8 @@ static rocq_result rocq__check_rope_config(rocq_ctx *ctx, const char *op,
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: unknown pairing %d", op, (int)p->pairing);
     }
     if (n_dims < 0 || n_dims > head_dim || n_dims % 2 != 0) {
-        return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: n_dims %lld must be even and at most %lld", op,
-                          (long long)n_dims, (long long)head_dim);
+        return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: n_dims of rope, %lld, must be even and at most "
+                          "head_dim, %lld", op, (long long)n_dims, (long long)head_dim);
     }
     ROCQ__TRY(ROCQ__RANGE(freq_base, 0.0f, FLT_MAX));
     ROCQ__TRY(ROCQ__RANGE(freq_scale, 0.0f, FLT_MAX));
@@ -25812,7 +25841,7 @@ static void rocq__slab_free(rocq_pool *pool, rocq__slab *slab) {
 static rocq_result rocq__pool_fits(rocq_pool *pool, int64_t bytes) {
     if (pool->budget <= 0 || bytes <= pool->budget - pool->reserved_bytes) return ROCQ_OK;
     return rocq__fail(pool->ctx, ROCQ_E_BUDGET,
-                      "%lld more bytes do not fit the pool's budget: %lld of %lld used",
+                      "pool: %lld more bytes do not fit its budget: %lld of %lld used",
                       (long long)bytes, (long long)pool->reserved_bytes, (long long)pool->budget);
 }
 
@@ -25932,12 +25961,17 @@ static rocq_result rocq__pool_trim(rocq_pool *pool, int64_t keep) {
 
 // Takes a slab for class c. If there is no room, gives back free slabs of as many bytes (not just
 // of one block, which repeated would fragment memory) and takes a slab of one block; if there is
-// still no room, gives back all free slabs first. Only the last failure is reported.
+// still no room, gives back all free slabs first. Only the last failure is reported. What no empty
+// pool could hold fails at once.
 static rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
     rocq_ctx *ctx = pool->ctx;
     const rocq__size_class *cls = &pool->classes[c];
     rocq__attempt slab;
     int64_t n = 1;
+    const int64_t budgets[2] = {pool->budget, ctx->desc.memory_budget};
+    for (int i = 0; i < 2; i++) {
+        if (budgets[i] > 0 && cls->block_size > budgets[i]) return rocq__slab_take(pool, c, 1);
+    }
     if (cls->block_size <= pool->slab_size / 4) {
         n = ROCQ__MAX(cls->n_blocks, ROCQ__SLAB_FIRST / cls->block_size);
         n = ROCQ__MAX(ROCQ__MIN(n, pool->slab_size / cls->block_size), 1);
@@ -26971,7 +27005,7 @@ static rocq_result rocq__kv_check_snapshot(const rocq_kv *kv, const void *src, i
     memcpy(h, src, sizeof *h);
     rocq__kv_header own = rocq__kv_header_of(kv, h->length);
     if (memcmp(h->magic, own.magic, sizeof own.magic) != 0) {
-        return rocq__fail(ctx, ROCQ_E_CORRUPT, "kv_restore: not a snapshot");
+        return rocq__fail(ctx, ROCQ_E_MAGIC, "kv_restore: not written by rocq_kv_save");
     }
     if (h->version != own.version) {
         return rocq__fail(ctx, ROCQ_E_FOREIGN, "kv_restore: version %d, this is %d",
@@ -26979,10 +27013,14 @@ static rocq_result rocq__kv_check_snapshot(const rocq_kv *kv, const void *src, i
     }
     own.checksum = h->checksum;
     if (memcmp(h, &own, sizeof own) != 0) {
-        return rocq__fail(ctx, ROCQ_E_SHAPE,
-                          "kv_restore: %d layers of %d heads of %d elements in formats %d and %d",
-                          (int)h->n_layers, (int)h->n_kv_heads, (int)h->head_dim, (int)h->k_format,
-                          (int)h->v_format);
+        return rocq__fail(ctx, ROCQ_E_SHAPE, "kv_restore: %d layers of %d heads of %d elements in "
+                          "%s and %s; the cache has %d of %d of %d in %s and %s, or differs in "
+                          "no_hadamard", (int)h->n_layers, (int)h->n_kv_heads, (int)h->head_dim,
+                          rocq_format_name((rocq_format)h->k_format),
+                          rocq_format_name((rocq_format)h->v_format), (int)own.n_layers,
+                          (int)own.n_kv_heads, (int)own.head_dim,
+                          rocq_format_name((rocq_format)own.k_format),
+                          rocq_format_name((rocq_format)own.v_format));
     }
     if (h->length < 0 || h->length > kv->desc.n_ctx) {
         return rocq__fail(ctx, ROCQ_E_BOUNDS, "kv_restore: %d positions, there is room for %d",
@@ -27326,7 +27364,7 @@ static rocq_result rocq__device_try(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
     const int64_t line = 256; // bytes: status, then self-test results, counters, low_words
-    const int64_t size = 2 * line + (int64_t)(ROCQ__COUNTERS + ROCQ_K_LOW_WORDS) * 4;
+    const int64_t size = 2 * line + ((int64_t)ROCQ__COUNTERS + ROCQ_K_LOW_WORDS) * 4;
     size_t device_bytes = 0;
     void *pinned = NULL;
     rocq__block *block;

@@ -28,10 +28,14 @@
 #include <stdio.h>
 #include <string.h>
 
-// g++ takes fields that a designated initialiser leaves out for forgotten ones.
+// In C++17 designated initialisers are an extension of g++ and clang++; and g++ takes fields that
+// one leaves out for forgotten ones.
 #if defined(__cplusplus) && defined(__GNUC__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+#if defined(__clang__) || __GNUC__ >= 12
+#pragma GCC diagnostic ignored "-Wc++20-extensions"
+#endif
 #endif
 
 // ---------------------------------------------------------------------------------------------
@@ -240,6 +244,9 @@ typedef struct llama_model {
     int64_t op_scratch;   // that the ops of a step need, see llama__plan
 } llama_model;
 
+// Several conversations are several llama_models over one file and context, called in turn: on the
+// CPU with interleave -1 they share the weights in the file, else each has its own.
+//
 // Reads the configuration, checks every weight's shape, and makes the cache and all memory that
 // llama_eval and llama_sample will ever need. While the model is open, file and ctx must be, and *m
 // must not move. On failure everything is freed again, and *m is zero but for m->error.
@@ -262,7 +269,10 @@ static inline rocq_result llama_get_expert_stats(llama_model *m, int32_t layer,
                                                  llama_expert_stats *stats);
 
 // Appends tokens[0..n) to the cache, batch by batch. With logits NULL only those of the last
-// position are computed, and wait for llama_sample; else logits receives n rows of n_vocab floats.
+// position are computed; else logits receives n rows of n_vocab floats. In both cases llama_sample
+// may draw from the last, but not after a failure. Then n_past counts the batches that are done:
+// after rocq_cancel, which any thread may call, rocq_sync takes that back, and one goes on with the
+// tokens behind them; llama_eval_for is called again with the same *done.
 static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int64_t n,
                                      float *logits);
 
@@ -1705,7 +1715,8 @@ static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int3
 static rocq_result llama__check_tokens(llama_model *m, const int32_t *tokens, int64_t n) {
     if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
     if (!tokens || n < 1 || m->n_past < 0) {
-        return llama__fail(m, ROCQ_E_ARGUMENT, "there are no tokens, or n_past is negative");
+        return llama__fail(m, ROCQ_E_ARGUMENT, "tokens is NULL, or n, %.0f, is not 1 or more, or "
+                           "n_past, %d, is negative", (double)n, (int)m->n_past);
     }
     if (n > m->n_ctx - m->n_past) {
         return llama__fail(m, ROCQ_E_BOUNDS, "%.0f more tokens do not fit a context of %d with %d",
@@ -1716,6 +1727,7 @@ static rocq_result llama__check_tokens(llama_model *m, const int32_t *tokens, in
 
 static rocq_result llama__eval(llama_model *m, const int32_t *tokens, int64_t n, float *logits) {
     LLAMA__TRY(llama__check_tokens(m, tokens, n));
+    memset(&m->last, 0, sizeof m->last); // nothing is drawn from it if this fails
     m->begun = 0;
     for (int64_t done = 0; done < n;) {
         const int32_t step = (int32_t)(n - done < m->n_batch ? n - done : m->n_batch);
@@ -1744,7 +1756,9 @@ static rocq_result llama__eval_for(llama_model *m, const int32_t *tokens, int64_
                                    int64_t *done) {
     const int64_t start = rocq_time_ns();
     if (us < 0 || !done || *done < 0 || *done >= n) {
-        return llama__fail(m, ROCQ_E_ARGUMENT, "us is negative, or done is not 0 to n - 1");
+        return llama__fail(m, ROCQ_E_ARGUMENT, "us, %d, is negative, or done is NULL, or *done, "
+                           "%.0f, is not 0 to %.0f", (int)us, done ? (double)*done : 0.0,
+                           (double)n - 1);
     }
     LLAMA__TRY(llama__check_tokens(m, tokens, n - *done));
     if (!m->step) return llama__fail(m, ROCQ_E_STATE, "without graphs there are no slices");
@@ -1752,6 +1766,7 @@ static rocq_result llama__eval_for(llama_model *m, const int32_t *tokens, int64_
         const int32_t token = tokens[*done];
         bool through = m->begun != token + 1 || m->begun_past != m->n_past;
         if (through) { // nothing of it has been done
+            memset(&m->last, 0, sizeof m->last);
             m->begun = 0;
             LLAMA__TRY(llama__enter(m, &token, 1));
             m->begun = token + 1;
@@ -1843,7 +1858,9 @@ static inline rocq_result llama_get_expert_stats(llama_model *m, int32_t layer,
 }
 
 static rocq_result llama__sample(llama_model *m, const rocq_sample_params *how, int32_t *token) {
-    if (m->last.n_dims == 0) return llama__fail(m, ROCQ_E_STATE, "there are no logits yet");
+    if (m->last.n_dims == 0) {
+        return llama__fail(m, ROCQ_E_STATE, "there are no logits: no llama_eval yet, or it failed");
+    }
     if (!how || !token) return llama__fail(m, ROCQ_E_ARGUMENT, "how or token is NULL");
     LLAMA__TRY(llama__draw(m, how));
     return rocq_download(m->ctx, token, &m->token, (int64_t)sizeof *token);

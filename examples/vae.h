@@ -26,10 +26,14 @@
 #include <stdio.h>
 #include <string.h>
 
-// g++ takes fields that a designated initialiser leaves out for forgotten ones.
+// In C++17 designated initialisers are an extension of g++ and clang++; and g++ takes fields that
+// one leaves out for forgotten ones.
 #if defined(__cplusplus) && defined(__GNUC__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+#if defined(__clang__) || __GNUC__ >= 12
+#pragma GCC diagnostic ignored "-Wc++20-extensions"
+#endif
 #endif
 
 // ---------------------------------------------------------------------------------------------
