@@ -7647,7 +7647,7 @@ static rocq_result rocq__gguf_parse(rocq_gguf *file) {
     scan.file = file;
     const uint64_t magic = rocq__gguf_take(&scan, 4);
     if (scan.result == ROCQ_OK && magic != 0x46554747u) {
-        char why[96];
+        char why[128];
         snprintf(why, sizeof why, "not a GGUF file: it begins with '%s', not 'GGUF'; as a number",
                  rocq__label_of((const char *)file->head, 4).text);
         rocq__gguf_stop(&scan, ROCQ_E_MAGIC, why, magic);
