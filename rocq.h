@@ -13357,6 +13357,7 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
 #undef ROCQ__UNROLL_PARTS
 #undef ROCQ__KEEP_ORDER
 #undef ROCQ__KEEP_512
+#undef ROCQ__KEEP_ADDRESS
 #undef ROCQ__MM_BOOK
 #undef ROCQ__MM_VNNI
 #undef ROCQ__MM_FILL
