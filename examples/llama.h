@@ -1537,6 +1537,7 @@ static inline rocq_result llama_set_loras(llama_model *m, const llama_lora *lora
         char why[sizeof m->error];
         memcpy(why, m->error, sizeof why);
         snprintf(m->error, sizeof m->error, "%.200s: %.300s", q.name, why);
+        lora_one_line(m->error);
     }
     return result;
 }

@@ -679,7 +679,9 @@ static bool one_step(run *r, int64_t i, int32_t *skipped) {
     if (due && !evaluate(r, &x.bits)) return false;
     arrput(r->records, x);
     log_step(r, &x);
-    if (r->o.save_every > 0 && (i + 1) % r->o.save_every == 0 && !last) return save(r);
+    // A checkpoint that cannot be written, say because the disk is full, is reported, but ends
+    // nothing: there are the last one, the next one and the result. --csv goes as far as it does.
+    if (r->o.save_every > 0 && (i + 1) % r->o.save_every == 0 && !last && save(r)) write_csv(r);
     return true;
 }
 
@@ -699,7 +701,8 @@ static bool train(run *r) {
         fprintf(stderr, "%s" PROGRAM ": interrupted after step %.0f of %.0f\n",
                 r->terminal ? "\r" : "", (double)i, (double)r->n_steps);
     }
-    return save(r) && write_result(r) && write_csv(r) && plot(r);
+    const bool saved = save(r), written = write_result(r), listed = write_csv(r);
+    return plot(r) && saved && written && listed; // one that fails does not keep the others back
 }
 
 static bool whole_run(run *r) {
