@@ -1710,9 +1710,9 @@ ROCQ_DEF const char *rocq_result_name(rocq_result result);
 ROCQ_DEF const char *rocq_result_message(rocq_result result);
 
 // The message of the last call that failed on this context ("" before the first): which argument,
-// which value, what was expected. Valid until the next failing call. Calls without a context, as
-// those that make tensors, arenas and thread_safe pools, and E_NOT_FOUND of a reader leave it as it
-// was.
+// which value, what was expected. Valid until the next failing call. Calls that take no context
+// (rocq_tensor_init, arenas) leave it as it was; so do E_NOT_FOUND of a GGUF reader and those
+// failures of a thread_safe pool that only go to rocq_desc.log (rocq_pool_alloc).
 ROCQ_DEF const char *rocq_error(const rocq_ctx *ctx);
 
 // -- context --
@@ -2010,7 +2010,7 @@ ROCQ_DEF rocq_result rocq_row_size(rocq_format format, int64_t n, int64_t *bytes
 // importance is NULL or n_per_row weights >= 0, the same for all rows: the sum of importance *
 // error^2 is made small. Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 MXFP4 without importance give ggml's reference
 // bytes. A value that is not finite is an E_ARGUMENT, a format that is only read E_UNSUPPORTED.
-// Finite values beyond a format's range are no error: F16 makes infinities of what is over 65504,
+// Finite values beyond a format's range are no error: F16 makes infinities of 65520 and more,
 // blocks whose scale or min is in F16 come out too small where these would be over it, and values
 // too small for their block's scale become 0.
 ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *src, int64_t n_rows,
@@ -2326,10 +2326,10 @@ ROCQ_DEF rocq_result rocq_kv_fork(rocq_kv *kv, int32_t src, int32_t dst);
 // A sequence to host memory and back, into a cache of the same layers, heads, formats and
 // no_hadamard, in pages or not. dst NULL asks for the size, which needed (may be NULL otherwise)
 // receives. save waits for the GPU; restore does not, nor reads src afterwards. It replaces what
-// seq held, and changes nothing on E_MAGIC (not of save), E_TRUNCATED (cut short), E_CORRUPT
-// (altered: there is a checksum; or size is not what save reported), E_FOREIGN (of another
-// version), E_SHAPE (of another cache), E_BOUNDS (over n_ctx positions) and E_MEMORY (too few
-// pages).
+// seq held, and changes nothing on E_MAGIC (not written by rocq_kv_save), E_TRUNCATED (cut short),
+// E_CORRUPT (altered: there is a checksum; or size is not what save reported), E_FOREIGN (of
+// another version), E_SHAPE (of another cache), E_BOUNDS (over n_ctx positions) and E_MEMORY (too
+// few pages).
 ROCQ_DEF rocq_result rocq_kv_save(rocq_kv *kv, int32_t seq, void *dst, int64_t size,
                                   int64_t *needed);
 ROCQ_DEF rocq_result rocq_kv_restore(rocq_kv *kv, int32_t seq, const void *src, int64_t size);
@@ -7140,12 +7140,12 @@ static rocq__label rocq__label_of(const char *name, int64_t length) {
 static rocq_result rocq__gguf_bad(const rocq_gguf *file, const rocq__gguf_index *index, int64_t i,
                                   int64_t at, rocq_result result, const char *why,
                                   uint64_t number) {
-    char place[sizeof(rocq__label) + 4] = "";
+    char place[sizeof(rocq__label) + 7] = "";
     rocq__label name = rocq__label_of("", 0);
     if (file->path) {
         const int64_t length = (int64_t)strlen(file->path);
         const int64_t cut = ROCQ__MAX(length + 1 - (int64_t)sizeof name.text, 0);
-        snprintf(place, sizeof place, "'%s', ",
+        snprintf(place, sizeof place, "'%s%s', ", cut > 0 ? "..." : "",
                  rocq__label_of(file->path + cut, length - cut).text);
     }
     if (!index) {
@@ -7648,7 +7648,7 @@ static rocq_result rocq__gguf_parse(rocq_gguf *file) {
     const uint64_t magic = rocq__gguf_take(&scan, 4);
     if (scan.result == ROCQ_OK && magic != 0x46554747u) {
         char why[128];
-        snprintf(why, sizeof why, "not a GGUF file: it begins with '%s', not 'GGUF'; as a number",
+        snprintf(why, sizeof why, "not a GGUF file: it begins with '%s', not 'GGUF' (the number)",
                  rocq__label_of((const char *)file->head, 4).text);
         rocq__gguf_stop(&scan, ROCQ_E_MAGIC, why, magic);
     }
@@ -7767,7 +7767,7 @@ static rocq_result rocq__gguf_open_other(rocq_gguf *file, const rocq_gguf_desc *
     rocq_gguf *other;
     rocq_result result = rocq__gguf_open_one(file->ctx, &other, desc);
     if (result != ROCQ_OK) {
-        snprintf(why, sizeof why, "%.255s", rocq_error(file->ctx)); // it names the file
+        snprintf(why, sizeof why, "%.255s", rocq_error(file->ctx));
         return rocq__fail(file->ctx, result, "gguf: file %d of %d: %s", (int)i + 1, (int)n, why);
     }
     other->base = rocq__gguf_end(file);
@@ -8746,7 +8746,7 @@ static rocq_result rocq__gguf_set(rocq_gguf_writer *writer, const char *key, roc
     if (elem_size == 0 || count < 0 || (!is_array && count != 1) || (count > 0 && !data)) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT,
                           "gguf_writer_set: '%s': type %d%s, count %lld%s%s", key, (int)type,
-                          elem_size == 0 ? ", which has no values" : "", (long long)count,
+                          elem_size == 0 ? ", which no value can have" : "", (long long)count,
                           is_array || count == 1 ? "" : ", expected 1 unless it is an array",
                           data ? "" : ", data is NULL");
     }
@@ -8939,11 +8939,15 @@ static rocq_result rocq__gguf_add_tensor(rocq_gguf_writer *writer, const char *n
     }
     rocq_tensor shape;
     const rocq_result result = rocq_tensor_init(&shape, NULL, 0, format, n_dims, ne);
+    if (result == ROCQ_E_SHAPE) {
+        return rocq__fail(ctx, result, "gguf_writer_add_tensor: '%s': a dimension is below 1, or "
+                          "rows of %lld elements are no whole number of blocks of %s", name,
+                          (long long)ne[0], rocq_format_name(format));
+    }
     if (result != ROCQ_OK) {
         return rocq__fail(ctx, result, "gguf_writer_add_tensor: '%s': n_dims is %d, expected 1 to "
-                          "4; or ne is NULL or has a 0; or rows of %lld are no whole blocks of %s",
-                          name, (int)n_dims, ne && n_dims > 0 ? (long long)ne[0] : 0LL,
-                          rocq_format_name(format));
+                          "4; format %d; %s", name, (int)n_dims, (int)format,
+                          ne ? rocq_result_message(result) : "ne is NULL");
     }
     rocq__gguf_record record;
     unsigned char *p;
@@ -10274,8 +10278,8 @@ static void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *
 #define ROCQ__KEEP_ORDER(v) __asm__("" : "+x"(v))
 // Keeps a value in a register, so that it is not loaded anew by every instruction that uses it.
 #define ROCQ__KEEP_512(v) __asm__("" : "+v"(v))
-// Hides what an address was computed from. Of many addresses, strides apart, gcc would compute all
-// offsets before the loop, more than there are registers for.
+// Makes gcc forget how p was computed. Otherwise gcc computes the offsets of all loads of a block
+// before the loop, and there are too few registers to hold them.
 #define ROCQ__KEEP_ADDRESS(p) __asm__("" : "+r"(p))
 
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) {
@@ -11730,7 +11734,7 @@ ROCQ__BLOCK_AVX2(iq1) { rocq__block_book_avx2(to, depth, row, at, ROCQ__IQ1); }
 // The same in 64-byte vectors, a pair of panels at once: a lane is a row, and the bits are the
 // same. In cache (Sapphire Rapids), Q4_K of 768 x 256 is read 1.2 times and Q6_K of 2048 x 256 1.5
 // times as fast as by AVX2; on Ice Lake Q4_0 of 1024 x 576 1.3, Q4_K of 256 x 4096 1.4 times; on
-// Zen 5 Q2_K and Q3_K of 1024 x 768 1.8 and 2.0 times.
+// Zen 5 Q2_K, Q3_K, IQ4_NL, IQ4_XS and MXFP4 of 1024 x 768 1.7 to 2.0 times.
 
 typedef struct rocq__wide_sink {
     const int8_t *x; // of the block, as are its groups
@@ -11777,9 +11781,9 @@ ROCQ__WIDE void rocq__take_rows_avx512(__m512i v[4], rocq__sixteen rows, int64_t
     const unsigned char *from = rows.at + at;
     if (!rows.interleaved && rows.next) rocq__fetch_meanwhile(rows, at);
     if (!rows.interleaved) ROCQ__KEEP_ADDRESS(from);
+    const int64_t stride = rows.stride;
     ROCQ__UNROLL
-    for (int r = 0; r < 4; r++, from += rows.stride) {
-        const int64_t stride = rows.stride;
+    for (int r = 0; r < 4; r++, from += stride) {
         if (rows.interleaved) { // that is how they lie
             v[r] = _mm512_loadu_si512(rows.at + ROCQ__SIDE_BY_SIDE * at + 64 * r);
             ROCQ__FETCH(rows.at + ROCQ__SIDE_BY_SIDE * at + 64 * r, rows.ahead);
@@ -11879,12 +11883,29 @@ ROCQ__WIDE void rocq__take_lanes_avx512(__m512i *v, rocq__sixteen rows, const in
     ROCQ__WIDE void rocq__block_##name##_avx512(rocq__wide_sink *to, rocq__sixteen rows, \
                                                 const int n)
 
-// Interleaved, one block. Else pairs of blocks, of nine lanes. The codes of the second fill whole
-// lanes; those of the first one begin in the middle of a lane: codes 0 and 1 share a lane with its
-// own scale, codes 14 and 15 one with the scale of the second block. The bytes of a scale are set
-// to 0 there, so that what x has in their place adds nothing. Four blocks take five loads of a row
-// where two take three.
-ROCQ__BLOCK_AVX512(q4_0) {
+// 16 levels, each plus `raise`, in every 16 bytes of a vector.
+ROCQ__WIDE __m512i rocq__levels_avx512(const int8_t *levels, int8_t raise) {
+    const __m128i sixteen = _mm_loadu_si128((const __m128i *)(const void *)levels);
+    return _mm512_broadcast_i32x4(_mm_add_epi8(sixteen, _mm_set1_epi8((char)raise)));
+}
+
+// The levels of the codes that bits shift to shift + 3 of each byte hold. Bit i of `bytes` says
+// whether byte i of each lane is wanted; the others become 0.
+ROCQ__WIDE __m512i rocq__look_up_avx512(__m512i levels, __m512i v, const int shift,
+                                        const unsigned bytes) {
+    const __m512i code = rocq__bits_avx512(v, shift, 15);
+    return _mm512_maskz_shuffle_epi8(0x1111111111111111u * bytes, levels, code);
+}
+
+// Q4_0, or IQ4_NL, whose codes stand for levels; iq4 is a constant where this is inlined.
+// Interleaved (only Q4_0 is), one block. Else pairs of blocks, of nine lanes. The codes of the
+// second fill whole lanes; those of the first one begin in the middle of a lane: codes 0 and 1
+// share a lane with its own scale, codes 14 and 15 one with the scale of the second block. The
+// bytes of a scale are set to 0 there, so that what x has in their place adds nothing. Four blocks
+// take five loads of a row where two take three.
+ROCQ__WIDE void rocq__block_4_avx512(rocq__wide_sink *to, rocq__sixteen rows, const int n,
+                                     const bool iq4) {
+    const __m512i levels = rocq__levels_avx512(rocq__iq4_levels, -128);
     __m512i lanes[18];
     if (rows.interleaved) {
         __m512i sum = _mm512_set1_epi32(-to->x_groups[0].offset);
@@ -11911,15 +11932,19 @@ ROCQ__BLOCK_AVX512(q4_0) {
         for (int i = 0; i < 2; i++) { // the low, then the high halves of the bytes
             const int8_t *x = to->x + 64 * p + 16 * i;
             const unsigned shift = 4 * (unsigned)i;
-            const __m512i head = _mm512_and_si512(_mm512_srli_epi32(v[0], 16 + shift), two);
-            const __m512i tail = _mm512_and_si512(_mm512_srli_epi32(v[4], shift), two);
+            __m512i head = _mm512_and_si512(_mm512_srli_epi32(v[0], 16 + shift), two);
+            __m512i tail = _mm512_and_si512(_mm512_srli_epi32(v[4], shift), two);
+            if (iq4) head = rocq__look_up_avx512(levels, head, 0, 3);
+            if (iq4) tail = rocq__look_up_avx512(levels, tail, 0, 3);
             dot[0] = rocq__dot_4_avx512(dot[0], head, x);
             ROCQ__UNROLL
             for (int j = 0; j < 4; j++) {
-                const __m512i w = rocq__bits_avx512(v[5 + j], 4 * i, 15);
+                const __m512i w = iq4 ? rocq__look_up_avx512(levels, v[5 + j], 4 * i, 15)
+                                      : rocq__bits_avx512(v[5 + j], 4 * i, 15);
                 dot[1] = rocq__dot_4_avx512(dot[1], w, x + 32 + 4 * j);
                 if (j == 3) break;
-                const __m512i u = rocq__bits_avx512(v[1 + j], 4 * i, 15);
+                const __m512i u = iq4 ? rocq__look_up_avx512(levels, v[1 + j], 4 * i, 15)
+                                      : rocq__bits_avx512(v[1 + j], 4 * i, 15);
                 dot[0] = rocq__dot_4_avx512(dot[0], u, x + 2 + 4 * j);
             }
             dot[0] = rocq__dot_4_avx512(dot[0], tail, x + 14);
@@ -11928,6 +11953,9 @@ ROCQ__BLOCK_AVX512(q4_0) {
         for (int i = 0; i < 2; i++) rocq__end_group_avx512(to, dot[i], d[i], 2 * p + i);
     }
 }
+
+ROCQ__BLOCK_AVX512(q4_0) { rocq__block_4_avx512(to, rows, n, false); }
+ROCQ__BLOCK_AVX512(iq4_nl) { rocq__block_4_avx512(to, rows, n, true); }
 
 // A block is five lanes, so four blocks fill five loads of a row.
 ROCQ__BLOCK_AVX512(q4_1) {
@@ -12119,6 +12147,80 @@ ROCQ__BLOCK_AVX512(q6_K) {
         }
     }
 }
+
+ROCQ__BLOCK_AVX512(iq4_xs) {
+    const __m512i levels = rocq__levels_avx512(rocq__iq4_levels, -128);
+    __m512i v[4];
+    (void)n;
+    rocq__take_rows_avx512(v, rows, 0);
+    const __m512 d = rocq__halves_avx512(v[0]);
+    __m512i low = v[1], top = _mm512_srli_epi32(v[0], 16);
+    ROCQ__UNROLL_PARTS
+    for (int g = 0; g < 8; g++) {
+        const __m512i code = rocq__join_avx512(low, 0, 15, top, -4, 48); // raised by 32, here by 96
+        const __m512 scale =
+            rocq__scale_avx512(d, _mm512_add_epi8(code, _mm512_set1_epi8(96)), 0, true);
+        __m512i dot = _mm512_set1_epi32(-to->x_groups[g].offset);
+        low = _mm512_srli_epi32(low, 4);
+        top = _mm512_srli_epi32(top, 2);
+        rocq__take_rows_avx512(v, rows, 8 + 16 * g);
+        ROCQ__UNROLL
+        for (int j = 0; j < 8; j++) {
+            const __m512i w = rocq__look_up_avx512(levels, v[j % 4], j / 4 * 4, 15);
+            dot = rocq__dot_4_avx512(dot, w, to->x + 32 * g + 4 * j);
+        }
+        rocq__end_group_avx512(to, dot, scale, g);
+    }
+}
+
+// 2^k, for k from -128 to 127.
+ROCQ__WIDE __m512 rocq__pow2_avx512(__m512i k) {
+    const __m512i normal = _mm512_slli_epi32(_mm512_add_epi32(k, _mm512_set1_epi32(127)), 23);
+    const __m512i place = _mm512_add_epi32(k, _mm512_set1_epi32(149));
+    const __m512i tiny = _mm512_sllv_epi32(_mm512_set1_epi32(1), place);
+    const __mmask16 is_tiny = _mm512_cmplt_epi32_mask(k, _mm512_set1_epi32(-126));
+    return _mm512_castsi512_ps(_mm512_mask_mov_epi32(normal, is_tiny, tiny));
+}
+
+// A block has 17 bytes, so block b begins with byte b of lane 4 b. That byte is its exponent. Its
+// 16 bytes of codes are the 3 - b bytes behind it in that lane, three whole lanes, and the first b
+// + 1 bytes of the next lane, in which block b + 1 begins. Four blocks are 17 lanes. Two are 34
+// bytes, of which the last two are loaded together with the 14 before them.
+ROCQ__BLOCK_AVX512(mxfp4) {
+    const __m512i levels = rocq__levels_avx512(rocq__mxfp4_levels, 12);
+    __m512i lanes[17], last[4];
+    if (n == 2) {
+        rocq__take_rows_avx512(lanes, rows, 0);
+        rocq__take_rows_avx512(lanes + 4, rows, 16);
+        rocq__take_rows_avx512(last, rows, 18);
+        lanes[8] = _mm512_srli_epi32(last[3], 16);
+    }
+    ROCQ__UNROLL
+    for (int b = 0; b < n; b++) {
+        const __m512i *v = lanes + 4 * b;
+        __m512i dot = _mm512_set1_epi32(-to->x_groups[b].offset);
+        if (n == 4) rocq__take_lanes_avx512(lanes, rows, b > 0 ? 4 * b + 4 : 0, 4 * b + 5, 17);
+        ROCQ__UNROLL
+        for (int i = 0; i < 2; i++) { // the low, then the high halves of the bytes
+            const int8_t *x = to->x + 32 * b + 16 * i;
+            if (b < 3) {
+                const __m512i head = _mm512_srli_epi32(v[0], 8 * (unsigned)b + 8);
+                const __m512i w = rocq__look_up_avx512(levels, head, 4 * i, (1u << (3 - b)) - 1);
+                dot = rocq__dot_4_avx512(dot, w, x);
+            }
+            ROCQ__UNROLL
+            for (int j = 0; j < 4; j++) {
+                const unsigned which = j < 3 ? 15 : (2u << b) - 1;
+                const __m512i w = rocq__look_up_avx512(levels, v[1 + j], 4 * i, which);
+                dot = rocq__dot_4_avx512(dot, w, x + 3 - b + 4 * j);
+            }
+        }
+        const __m512i e =
+            _mm512_and_si512(_mm512_srli_epi32(v[0], 8 * (unsigned)b), _mm512_set1_epi32(255));
+        const __m512 scale = rocq__pow2_avx512(_mm512_sub_epi32(e, _mm512_set1_epi32(128)));
+        rocq__end_group_avx512(to, dot, scale, b);
+    }
+}
 #undef ROCQ__BLOCK_AVX512
 
 // X(NAME, name, raise, depth). raise: what the decoders above add to the codes, so that they are
@@ -12162,7 +12264,9 @@ ROCQ__BLOCK_AVX512(q6_K) {
     X(Q5_K, q5_K, 0, 4)     \
     ROCQ__MM_VNNI_512(X)
 
-// Of these, those which AVX-512 has no wider pass for (ROCQ__MM_WIDE).
+// Those of them that processors with AVX-512 use, too, for rows that are left over by a wider pass
+// (ROCQ__MM_WIDE) or if there is none: their codes are signed, and both passes need them raised by
+// the same 128, which AVX2's does not.
 #define ROCQ__MM_VNNI_512(X) \
     X(Q8_0, q8_0, 0, 0)      \
     X(IQ4_NL, iq4_nl, 0, 0)  \
@@ -12186,14 +12290,17 @@ ROCQ__BLOCK_AVX512(q6_K) {
 
 // The formats with a pass of 64-byte vectors for rows in the file's layout: how many blocks it
 // takes at a time, and how many at the end of a row, where fewer than that are left.
-#define ROCQ__MM_WIDE(X) \
-    X(Q4_0, q4_0, 4, 2)  \
-    X(Q4_1, q4_1, 4, 1)  \
-    X(Q2_K, q2_K, 1, 1)  \
-    X(Q3_K, q3_K, 1, 1)  \
-    X(Q4_K, q4_K, 1, 1)  \
-    X(Q5_K, q5_K, 1, 1)  \
-    X(Q6_K, q6_K, 1, 1)
+#define ROCQ__MM_WIDE(X)    \
+    X(Q4_0, q4_0, 4, 2)     \
+    X(Q4_1, q4_1, 4, 1)     \
+    X(Q2_K, q2_K, 1, 1)     \
+    X(Q3_K, q3_K, 1, 1)     \
+    X(Q4_K, q4_K, 1, 1)     \
+    X(Q5_K, q5_K, 1, 1)     \
+    X(Q6_K, q6_K, 1, 1)     \
+    X(IQ4_NL, iq4_nl, 4, 2) \
+    X(IQ4_XS, iq4_xs, 1, 1) \
+    X(MXFP4, mxfp4, 4, 2)
 
 // Prefetches `bytes` bytes, `at` bytes into each of n_rows rows: of every 64, once, however many
 // blocks they hold. The rows of a pair of panels are a stride apart.
@@ -12671,8 +12778,8 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
         rocq__mm_choose_interleaved(mm);
         return;
     }
-    if (!mm->pass || !(mm->avx512 || mm->avx_vnni)) return;
-    switch (mm->avx_vnni ? mm->w->format : ROCQ_F32) {
+    if (!mm->pass) return;
+    if (mm->avx_vnni) switch (mm->w->format) {
 #define ROCQ__X(NAME, name, raise, depth)         \
     case ROCQ_##NAME:                             \
         mm->offset = (depth) == 0 ? 128 : raise;  \
@@ -12682,7 +12789,7 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
 #undef ROCQ__X
     default: break;
     }
-    switch (mm->avx512 ? mm->w->format : ROCQ_F32) {
+    if (mm->avx512) switch (mm->w->format) {
 #define ROCQ__X(NAME, name, raise, depth)           \
     case ROCQ_##NAME:                               \
         mm->offset = (depth) == 0 ? 128 : raise;    \
@@ -13965,8 +14072,9 @@ ROCQ__WIDE __m512 rocq__wide_load(const rocq_format format, const bool two, cons
 
 // Eight keys at a time, two in each vector. Meanwhile the next eight rows are prefetched in their
 // order, evenly over the steps: `due` counts elements, of which each step owes eight rows' worth,
-// and a row is fetched once n of them are due. A step is a block, or no more elements than a vector
-// takes: longer ones need an offset of their own, in one of too few registers, and run no faster.
+// and a row is fetched once n of them are due. A step is a block of 32 or, in formats without
+// blocks, 8 elements, which with those of a second key fill a vector. Longer steps would need more
+// registers for addresses and are no faster.
 ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const float *const *q,
                                 const void *const *k, int64_t n_keys, int64_t n,
                                 float *const *score, const rocq__attend_next *next) {
@@ -18784,7 +18892,7 @@ static void rocq__moment_encode_scalar(int8_t *code, float *scale, const float *
                                        float dither, int64_t n) {
     const float levels = second ? 255.0f : 127.0f, least = second ? -128.0f : -127.0f;
     float most = 0.0f;
-    for (int64_t i = 0; i < n; i++) most = ROCQ__MAX(fabsf(x[i]), most); // NaN leaves it as it is
+    for (int64_t i = 0; i < n; i++) most = ROCQ__MAX(fabsf(x[i]), most); // NaN > most is false
     if (second) most = sqrtf(most);
     const float inverse = most > 0.0f ? levels / most : 0.0f;
     *scale = most / levels;
@@ -26053,14 +26161,14 @@ static rocq_result rocq__pool_trim(rocq_pool *pool, int64_t keep) {
 
 // Takes a slab for class c. If there is no room, gives back free slabs of as many bytes (not just
 // of one block, which repeated would fragment memory) and takes a slab of one block; if there is
-// still no room, gives back all free slabs first. Only the last failure is reported. What no empty
-// pool could hold fails at once.
+// still no room, gives back all free slabs first. Only the last failure is reported. A
+// block larger than a whole budget fails at once: to give back slabs would not help.
 static rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
     rocq_ctx *ctx = pool->ctx;
     const rocq__size_class *cls = &pool->classes[c];
     rocq__attempt slab;
     int64_t n = 1;
-    const int64_t budgets[2] = {pool->budget, ctx->desc.memory_budget};
+    const int64_t budgets[2] = {pool->budget, ctx->desc.memory_budget}; // 0: no limit
     for (int i = 0; i < 2; i++) {
         if (budgets[i] > 0 && cls->block_size > budgets[i]) return rocq__slab_take(pool, c, 1);
     }
@@ -27108,11 +27216,11 @@ static rocq_result rocq__kv_check_snapshot(const rocq_kv *kv, const void *src, i
         return rocq__fail(ctx, ROCQ_E_SHAPE, "kv_restore: %d layers of %d heads of %d elements in "
                           "%s and %s; the cache has %d of %d of %d in %s and %s, or differs in "
                           "no_hadamard", (int)h->n_layers, (int)h->n_kv_heads, (int)h->head_dim,
-                          rocq_format_name((rocq_format)h->k_format),
-                          rocq_format_name((rocq_format)h->v_format), (int)own.n_layers,
+                          rocq__gguf_type_name((uint32_t)h->k_format),
+                          rocq__gguf_type_name((uint32_t)h->v_format), (int)own.n_layers,
                           (int)own.n_kv_heads, (int)own.head_dim,
-                          rocq_format_name((rocq_format)own.k_format),
-                          rocq_format_name((rocq_format)own.v_format));
+                          rocq__gguf_type_name((uint32_t)own.k_format),
+                          rocq__gguf_type_name((uint32_t)own.v_format));
     }
     if (h->length < 0 || h->length > kv->desc.n_ctx) {
         return rocq__fail(ctx, ROCQ_E_BOUNDS, "kv_restore: %d positions, there is room for %d",

@@ -28,8 +28,8 @@
 #include <stdio.h>
 #include <string.h>
 
-// In C++17 designated initialisers are an extension of g++ and clang++; and g++ takes fields that
-// one leaves out for forgotten ones.
+// In C++17 designated initialisers are an extension of g++ and clang++; and g++ warns of fields
+// that one does not name, although they become 0.
 #if defined(__cplusplus) && defined(__GNUC__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
@@ -244,8 +244,8 @@ typedef struct llama_model {
     int64_t op_scratch;   // that the ops of a step need, see llama__plan
 } llama_model;
 
-// Several conversations are several llama_models over one file and context, called in turn: on the
-// CPU with interleave -1 they share the weights in the file, else each has its own.
+// Several conversations are several llama_models over one file and context, called in turn. On the
+// CPU they share weights that stay in the mapped file (options.interleave); others each one copies.
 //
 // Reads the configuration, checks every weight's shape, and makes the cache and all memory that
 // llama_eval and llama_sample will ever need. While the model is open, file and ctx must be, and *m
@@ -270,9 +270,10 @@ static inline rocq_result llama_get_expert_stats(llama_model *m, int32_t layer,
 
 // Appends tokens[0..n) to the cache, batch by batch. With logits NULL only those of the last
 // position are computed; else logits receives n rows of n_vocab floats. In both cases llama_sample
-// may draw from the last, but not after a failure. Then n_past counts the batches that are done:
-// after rocq_cancel, which any thread may call, rocq_sync takes that back, and one goes on with the
-// tokens behind them; llama_eval_for is called again with the same *done.
+// may draw from the last, but not after a failure. Any thread may call rocq_cancel. After that call
+// rocq_sync, which ends the cancellation; then pass the tokens that n_past does not count yet to
+// llama_eval, or call llama_eval_for again with *done as it left it. n_past counts whole batches;
+// of the last one the rows of logits may be missing.
 static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int64_t n,
                                      float *logits);
 
@@ -1715,9 +1716,10 @@ static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int3
 
 static rocq_result llama__check_tokens(llama_model *m, const int32_t *tokens, int64_t n) {
     if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
-    if (!tokens || n < 1 || m->n_past < 0) {
-        return llama__fail(m, ROCQ_E_ARGUMENT, "tokens is NULL, or n, %.0f, is not 1 or more, or "
-                           "n_past, %d, is negative", (double)n, (int)m->n_past);
+    if (!tokens) return llama__fail(m, ROCQ_E_ARGUMENT, "tokens is NULL");
+    if (n < 1 || m->n_past < 0) {
+        return llama__fail(m, ROCQ_E_ARGUMENT, "n is %.0f, expected 1 or more; n_past is %d, "
+                           "expected 0 or more", (double)n, (int)m->n_past);
     }
     if (n > m->n_ctx - m->n_past) {
         return llama__fail(m, ROCQ_E_BOUNDS, "%.0f more tokens do not fit a context of %d with %d",
@@ -1728,7 +1730,6 @@ static rocq_result llama__check_tokens(llama_model *m, const int32_t *tokens, in
 
 static rocq_result llama__eval(llama_model *m, const int32_t *tokens, int64_t n, float *logits) {
     LLAMA__TRY(llama__check_tokens(m, tokens, n));
-    memset(&m->last, 0, sizeof m->last); // nothing is drawn from it if this fails
     m->begun = 0;
     for (int64_t done = 0; done < n;) {
         const int32_t step = (int32_t)(n - done < m->n_batch ? n - done : m->n_batch);
@@ -1750,16 +1751,21 @@ static rocq_result llama__eval(llama_model *m, const int32_t *tokens, int64_t n,
 static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int64_t n,
                                      float *logits) {
     m->error[0] = '\0';
-    return llama__done(m, llama__eval(m, tokens, n, logits));
+    const rocq_result result = llama__done(m, llama__eval(m, tokens, n, logits));
+    if (result != ROCQ_OK) memset(&m->last, 0, sizeof m->last); // nothing to draw from
+    return result;
 }
 
 static rocq_result llama__eval_for(llama_model *m, const int32_t *tokens, int64_t n, int32_t us,
                                    int64_t *done) {
     const int64_t start = rocq_time_ns();
-    if (us < 0 || !done || *done < 0 || *done >= n) {
-        return llama__fail(m, ROCQ_E_ARGUMENT, "us, %d, is negative, or done is NULL, or *done, "
-                           "%.0f, is not 0 to %.0f", (int)us, done ? (double)*done : 0.0,
-                           (double)n - 1);
+    if (us < 0 || !done) {
+        return llama__fail(m, ROCQ_E_ARGUMENT, "us is %d, expected 0 or more, or done is NULL",
+                           (int)us);
+    }
+    if (*done < 0 || *done >= n) {
+        return llama__fail(m, ROCQ_E_ARGUMENT, "*done is %.0f, expected 0 or more and less than n, "
+                           "%.0f", (double)*done, (double)n);
     }
     LLAMA__TRY(llama__check_tokens(m, tokens, n - *done));
     if (!m->step) return llama__fail(m, ROCQ_E_STATE, "without graphs there are no slices");
@@ -1767,7 +1773,6 @@ static rocq_result llama__eval_for(llama_model *m, const int32_t *tokens, int64_
         const int32_t token = tokens[*done];
         bool through = m->begun != token + 1 || m->begun_past != m->n_past;
         if (through) { // nothing of it has been done
-            memset(&m->last, 0, sizeof m->last);
             m->begun = 0;
             LLAMA__TRY(llama__enter(m, &token, 1));
             m->begun = token + 1;
@@ -1788,7 +1793,9 @@ static rocq_result llama__eval_for(llama_model *m, const int32_t *tokens, int64_
 static inline rocq_result llama_eval_for(llama_model *m, const int32_t *tokens, int64_t n,
                                          int32_t us, int64_t *done) {
     m->error[0] = '\0';
-    return llama__done(m, llama__eval_for(m, tokens, n, us, done));
+    const rocq_result result = llama__done(m, llama__eval_for(m, tokens, n, us, done));
+    if (result != ROCQ_OK || *done < n) memset(&m->last, 0, sizeof m->last);
+    return result;
 }
 
 static rocq_result llama__forget(llama_model *m, int32_t first, int32_t n) {
@@ -1860,7 +1867,8 @@ static inline rocq_result llama_get_expert_stats(llama_model *m, int32_t layer,
 
 static rocq_result llama__sample(llama_model *m, const rocq_sample_params *how, int32_t *token) {
     if (m->last.n_dims == 0) {
-        return llama__fail(m, ROCQ_E_STATE, "there are no logits: no llama_eval yet, or it failed");
+        return llama__fail(m, ROCQ_E_STATE, "there are no logits to draw from: llama_eval, or "
+                           "llama_eval_for until all is done, comes first");
     }
     if (!how || !token) return llama__fail(m, ROCQ_E_ARGUMENT, "how or token is NULL");
     LLAMA__TRY(llama__draw(m, how));

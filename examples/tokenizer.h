@@ -11,10 +11,10 @@
 // Three kinds of vocabulary: "llama" (SentencePiece BPE: merges by score, bytes as a fallback),
 // "gpt2" (byte-level BPE: text is cut into words first, then merged by rank inside each) and
 // "gemma4" (characters and bytes as the first's, lines for words, merged by rank). The ids
-// are llama.cpp's for any bytes, valid UTF-8 or not, and take time about linear in the text. Only
-// where special tokens (control tokens, with parse_special, and the user's own) are nearly found at
-// many places is their length a factor of it: 100,000 bytes of a text made for that take 0.2 s with
-// a token of 1024 bytes.
+// are llama.cpp's for any bytes, valid UTF-8 or not, and take time about linear in the text. The
+// exception: if the text has many beginnings of a long special token (a control token, with
+// parse_special, or one of the user's own), the time is also proportional to that token's length;
+// 100,000 bytes made for that take 0.2 s with a token of 1024 bytes.
 //
 // Its arrays are stb_ds's, which end the program where memory runs out (ds.h).
 

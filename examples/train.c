@@ -580,7 +580,7 @@ static bool plot(run *r) {
     signal(SIGPIPE, before);
 #endif
     return status == 0 || fail("--plot", "gnuplot is missing, or could not draw: there is no "
-                               "picture, but all other files are written");
+                               "picture");
 }
 
 static void log_step(run *r, const record *x) {
@@ -679,9 +679,13 @@ static bool one_step(run *r, int64_t i, int32_t *skipped) {
     if (due && !evaluate(r, &x.bits)) return false;
     arrput(r->records, x);
     log_step(r, &x);
-    // A checkpoint that cannot be written, say because the disk is full, is reported, but ends
-    // nothing: there are the last one, the next one and the result. --csv goes as far as it does.
-    if (r->o.save_every > 0 && (i + 1) % r->o.save_every == 0 && !last && save(r)) write_csv(r);
+    // If a checkpoint cannot be written, say because the disk is full, that is reported and
+    // training goes on: the last checkpoint stays, and the next one and the result will be tried.
+    // The CSV is written with each checkpoint, so that a resumed run finds all rows up to it.
+    if (r->o.save_every > 0 && (i + 1) % r->o.save_every == 0 && !last) {
+        if (r->terminal) printf("\r%60s\r", "");
+        if (save(r)) write_csv(r);
+    }
     return true;
 }
 
@@ -702,7 +706,7 @@ static bool train(run *r) {
                 r->terminal ? "\r" : "", (double)i, (double)r->n_steps);
     }
     const bool saved = save(r), written = write_result(r), listed = write_csv(r);
-    return plot(r) && saved && written && listed; // one that fails does not keep the others back
+    return plot(r) && saved && written && listed; // each is tried, also after one that failed
 }
 
 static bool whole_run(run *r) {

@@ -25,8 +25,8 @@
 #include "../rocq.h"
 #include "llama.h"
 
-// In C++17 designated initialisers are an extension of g++ and clang++; and g++ takes fields that
-// one leaves out for forgotten ones.
+// In C++17 designated initialisers are an extension of g++ and clang++; and g++ warns of fields
+// that one does not name, although they become 0.
 #if defined(__cplusplus) && defined(__GNUC__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"

@@ -766,7 +766,7 @@ static void test_hostile_snapshots(void **state) {
     for (int64_t i = 0; i < shot.size; i++) {
         const unsigned char old = shot.bytes[i];
         shot.bytes[i] = (unsigned char)(old ^ 1 << random_below(8));
-        must_not_restore(shot.bytes, shot.size, ROCQ_OK);
+        must_not_restore(shot.bytes, shot.size, i < 8 ? ROCQ_E_MAGIC : ROCQ_OK);
         shot.bytes[i] = old;
     }
     unsigned char *longer = (unsigned char *)calloc((size_t)shot.size + 8, 1);

@@ -265,13 +265,15 @@ static void check_y(problem *a, const char *how) {
 }
 
 // Lets the SIMD contexts use a tier's instructions, as far as the CPU has them. A tier that it
-// lacks is the one before.
+// lacks is the one before. Behind the last is AVX-512 without AVX-VNNI, as older processors have
+// it.
+enum { WIDE_ALONE = ROCQ_CPU_AVX512 + 1 };
 // Whatever the processor, the contexts of five threads read memory in order, the others in streams.
-static void use_tier(rocq_cpu_tier tier) {
+static void use_tier(int tier) {
     for (int i = 0; i < N_THREAD_COUNTS; i++) {
         const bool vnni = rocq__cpu_has(ROCQ_CPU_AVX_VNNI), wide = rocq__cpu_has(ROCQ_CPU_AVX512);
-        contexts[1][i]->has_avx_vnni = tier >= ROCQ_CPU_AVX_VNNI && vnni;
-        contexts[1][i]->has_avx512 = tier == ROCQ_CPU_AVX512 && wide;
+        contexts[1][i]->has_avx_vnni = tier >= ROCQ_CPU_AVX_VNNI && tier < WIDE_ALONE && vnni;
+        contexts[1][i]->has_avx512 = tier >= ROCQ_CPU_AVX512 && wide;
         contexts[1][i]->reads_in_order = i == N_THREAD_COUNTS - 1;
     }
 }
@@ -283,9 +285,10 @@ static void solve(problem *a) {
     unsigned char *before = (unsigned char *)malloc((size_t)y->size);
     assert_non_null(before);
     set_params(a);
-    for (int tier = ROCQ_CPU_PLAIN; tier <= ROCQ_CPU_AVX512; tier++) {
-        const char *name = rocq__cpu_tier_name((rocq_cpu_tier)tier);
-        use_tier((rocq_cpu_tier)tier);
+    for (int tier = ROCQ_CPU_PLAIN; tier <= WIDE_ALONE; tier++) {
+        const char *name = tier == WIDE_ALONE ? "AVX-512 without AVX-VNNI"
+                                              : rocq__cpu_tier_name((rocq_cpu_tier)tier);
+        use_tier(tier);
         reset_y(a);
         run(tier > ROCQ_CPU_PLAIN, ROCQ_OP_MATMUL, &a->p, &y, 1);
         check_y(a, name);
@@ -318,7 +321,8 @@ static void check_part(const problem *a, int simd, int64_t m0, int64_t m, int64_
         p.lora_scale = a->s.lora_scale;
     }
     rocq_ctx *ctx = contexts[simd][1];
-    use_tier((rocq_cpu_tier)(ROCQ_CPU_SIMD + (m + n) % 3));
+    static int turn;
+    use_tier(ROCQ_CPU_SIMD + turn++ % 4);
     memset(ctx->scratch, 0xff, (size_t)ctx->scratch_size); // NaN, where something is read too soon
     assert_int_equal(rocq_matmul(ctx, &p), ROCQ_OK);
     use_tier(ROCQ_CPU_AVX512);
@@ -375,10 +379,11 @@ ROCQ_FORMATS(ROCQ_X)
 // More columns than a tile has, and more rows than a tile and a chunk of a thread; a lone column of
 // many rows, which 64-byte passes read, also in streams (rocq__mm_column_sums).
 static void tiles(void **state) {
-    static const rocq_format formats[] = {ROCQ_Q4_0, ROCQ_Q8_0, ROCQ_Q4_K, ROCQ_Q5_K,
-                                          ROCQ_Q6_K, ROCQ_F16,  ROCQ_F32};
+    static const rocq_format formats[] = {
+        ROCQ_Q4_0, ROCQ_Q4_1, ROCQ_Q8_0,   ROCQ_Q2_K,   ROCQ_Q3_K,  ROCQ_Q4_K,
+        ROCQ_Q5_K, ROCQ_Q6_K, ROCQ_IQ4_NL, ROCQ_IQ4_XS, ROCQ_MXFP4, ROCQ_F16, ROCQ_F32};
     (void)state;
-    for (int f = 0; f < 7; f++) {
+    for (size_t f = 0; f < sizeof formats / sizeof formats[0]; f++) {
         const shape s = {.w = formats[f], .x = ROCQ_F32, .m = 75, .n = 261, .k = 256};
         problem a = make(s);
         solve(&a);
@@ -447,7 +452,7 @@ static void solve_interleaved(problem *a) {
     assert_non_null(before);
     solve(a);
     for (int tier = ROCQ_CPU_PLAIN; tier <= ROCQ_CPU_AVX512; tier++) {
-        use_tier((rocq_cpu_tier)tier);
+        use_tier(tier);
         for (int i = 0; i < 2; i++) {
             a->p.w = i ? &w : &a->w.t;
             reset_y(a);
