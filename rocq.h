@@ -7648,7 +7648,7 @@ static rocq_result rocq__gguf_parse(rocq_gguf *file) {
     const uint64_t magic = rocq__gguf_take(&scan, 4);
     if (scan.result == ROCQ_OK && magic != 0x46554747u) {
         char why[128];
-        snprintf(why, sizeof why, "not a GGUF file: it begins with '%s', not 'GGUF' (the number)",
+        snprintf(why, sizeof why, "not a GGUF file: it begins with '%s', not 'GGUF'; as a number",
                  rocq__label_of((const char *)file->head, 4).text);
         rocq__gguf_stop(&scan, ROCQ_E_MAGIC, why, magic);
     }
@@ -12050,7 +12050,7 @@ ROCQ__BLOCK_AVX512(q2_K) {
         rocq__take_rows_avx512(v + 4, rows, 32 + 32 * h);
         ROCQ__UNROLL
         for (int g = 0; g < 8; g++) {
-            const rocq__mm_group *group = to->x_groups + 8 * h + g;
+            const __m512 x_sum = _mm512_set1_ps(to->x_groups[8 * h + g].sum);
             const __m512i both = s[2 * h + g / 4];
             __m512i dot = _mm512_setzero_si512();
             ROCQ__UNROLL
@@ -12063,7 +12063,7 @@ ROCQ__BLOCK_AVX512(q2_K) {
             const __m512 min =
                 rocq__scale_avx512(dmin, rocq__bits_avx512(both, 4, 15), g % 4, false);
             rocq__end_group_avx512(to, dot, scale, 8 * h + g);
-            to->sum = _mm512_fnmadd_ps(min, _mm512_set1_ps(group->sum), to->sum);
+            to->sum = _mm512_fnmadd_ps(min, x_sum, to->sum);
         }
     }
 }
@@ -12183,8 +12183,8 @@ ROCQ__WIDE __m512 rocq__pow2_avx512(__m512i k) {
 }
 
 // A block has 17 bytes, so block b begins with byte b of lane 4 b. That byte is its exponent. Its
-// 16 bytes of codes are the 3 - b bytes behind it in that lane, three whole lanes, and the first b
-// + 1 bytes of the next lane, in which block b + 1 begins. Four blocks are 17 lanes. Two are 34
+// 16 bytes of codes are the 3 - b bytes behind it in that lane, then three whole lanes, then bytes
+// 0 to b of the lane after them, in which block b + 1 begins. Four blocks are 17 lanes. Two are 34
 // bytes, of which the last two are loaded together with the 14 before them.
 ROCQ__BLOCK_AVX512(mxfp4) {
     const __m512i levels = rocq__levels_avx512(rocq__mxfp4_levels, 12);
@@ -12264,9 +12264,10 @@ ROCQ__BLOCK_AVX512(mxfp4) {
     X(Q5_K, q5_K, 0, 4)     \
     ROCQ__MM_VNNI_512(X)
 
-// Those of them that processors with AVX-512 use, too, for rows that are left over by a wider pass
-// (ROCQ__MM_WIDE) or if there is none: their codes are signed, and both passes need them raised by
-// the same 128, which AVX2's does not.
+// Those of them that AVX-512 uses, too: for all rows, or for those that a wider pass leaves over
+// (ROCQ__MM_WIDE). Their codes are signed. These passes add 128 to each, to make them unsigned, and
+// what that adds to a sum is computed once for a column; AVX2's pass, which adds nothing, cannot
+// share it with them.
 #define ROCQ__MM_VNNI_512(X) \
     X(Q8_0, q8_0, 0, 0)      \
     X(IQ4_NL, iq4_nl, 0, 0)  \
@@ -12779,20 +12780,22 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
         return;
     }
     if (!mm->pass) return;
-    if (mm->avx_vnni) switch (mm->w->format) {
-#define ROCQ__X(NAME, name, raise, depth)         \
-    case ROCQ_##NAME:                             \
-        mm->offset = (depth) == 0 ? 128 : raise;  \
-        mm->pass = rocq__pass_##name##_avx_vnni;  \
+    switch (mm->w->format) {
+#define ROCQ__X(NAME, name, raise, depth)        \
+    case ROCQ_##NAME:                            \
+        if (!mm->avx_vnni) break;                \
+        mm->offset = (depth) == 0 ? 128 : raise; \
+        mm->pass = rocq__pass_##name##_avx_vnni; \
         break;
         ROCQ__MM_VNNI(ROCQ__X)
 #undef ROCQ__X
     default: break;
     }
-    if (mm->avx512) switch (mm->w->format) {
+    switch (mm->w->format) {
 #define ROCQ__X(NAME, name, raise, depth)           \
     case ROCQ_##NAME:                               \
-        mm->offset = (depth) == 0 ? 128 : raise;    \
+        if (!mm->avx512) break;                     \
+        mm->offset = 128;                           \
         mm->pass = rocq__pass_##name##_avx512_vnni; \
         break;
         ROCQ__MM_VNNI_512(ROCQ__X)
@@ -26161,8 +26164,8 @@ static rocq_result rocq__pool_trim(rocq_pool *pool, int64_t keep) {
 
 // Takes a slab for class c. If there is no room, gives back free slabs of as many bytes (not just
 // of one block, which repeated would fragment memory) and takes a slab of one block; if there is
-// still no room, gives back all free slabs first. Only the last failure is reported. A
-// block larger than a whole budget fails at once: to give back slabs would not help.
+// still no room, gives back all free slabs first. Only the last failure is reported. A block that
+// is larger than a whole budget fails at once, because to give back slabs would not help.
 static rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
     rocq_ctx *ctx = pool->ctx;
     const rocq__size_class *cls = &pool->classes[c];

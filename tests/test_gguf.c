@@ -781,7 +781,7 @@ static const struct corruption {
     const char *message; // part of it
 } corruptions[] = {
     {"magic", 0, P('g'), ROCQ_E_MAGIC,
-     "not a GGUF file: it begins with 'gGUF', not 'GGUF' (the number): 1179993959"},
+     "not a GGUF file: it begins with 'gGUF', not 'GGUF'; as a number: 1179993959"},
     {"magic of GGML", 0, P('l', 'm', 'g', 'g'), ROCQ_E_MAGIC, "not a GGUF file"},
     {"version 0", G_VERSION, P(0), ROCQ_E_VERSION, "neither 2 nor 3: 0"},
     {"version 1", G_VERSION, P(1), ROCQ_E_VERSION, "neither 2 nor 3: 1"},

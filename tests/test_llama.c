@@ -621,7 +621,7 @@ static void test_split(void **state) {
     const rocq_gguf_desc source = {.path = "tests/test_llama.c"};
     assert_int_equal(rocq_gguf_open(ctx, &file, &source), ROCQ_E_MAGIC);
     assert_string_equal(rocq_error(ctx), "gguf: 'tests/test_llama.c', byte 4: not a GGUF file: it "
-                        "begins with '// W', not 'GGUF' (the number): 1461727023");
+                        "begins with '// W', not 'GGUF'; as a number: 1461727023");
     const rocq_gguf_desc last = {.path = split_path("split", 2, 3)};
     assert_int_equal(rocq_gguf_open(ctx, &file, &last), ROCQ_E_UNSUPPORTED);
     rocq_close(&ctx);
