@@ -11976,6 +11976,68 @@ ROCQ__BLOCK_AVX512(q4_1) {
     }
 }
 
+// Adds 16 to byte k of each lane of w where bit 4 j + k of the lane of high is set.
+ROCQ__WIDE __m512i rocq__fifth_bits_avx512(__m512i w, __m512i high, const int j) {
+    const __m128i pick = _mm_add_epi32(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c),
+                                       _mm_set1_epi32(j / 2 * 0x01010101));
+    const __m512i all = _mm512_shuffle_epi8(high, _mm512_broadcast_i32x4(pick));
+    const __m512i bit = _mm512_set1_epi32(j % 2 ? (int)0x80402010u : 0x08040201);
+    const __mmask64 set = _mm512_test_epi8_mask(all, bit);
+    return _mm512_mask_add_epi8(w, set, w, _mm512_set1_epi8(16));
+}
+
+// A pair of blocks is eleven lanes. The codes of the second fill whole lanes. The first's begin and
+// end in the middle of one: there two codes are taken, and the other two bytes set to 0.
+ROCQ__BLOCK_AVX512(q5_0) {
+    const __m512i two = _mm512_set1_epi32(0x1f1f);
+    __m512i v[11], dot[2];
+    (void)n;
+    rocq__take_lanes_avx512(v, rows, 0, 11, 11);
+    const __m512 d[2] = {rocq__halves_avx512(v[0]),
+                         rocq__halves_avx512(_mm512_srli_epi32(v[5], 16))};
+    const __m512i high = _mm512_or_si512(_mm512_srli_epi32(v[0], 16), _mm512_slli_epi32(v[1], 16));
+    ROCQ__UNROLL
+    for (int i = 0; i < 2; i++) dot[i] = _mm512_set1_epi32(-to->x_groups[i].offset);
+    ROCQ__UNROLL
+    for (int i = 0; i < 2; i++) { // the low, then the high halves of the bytes
+        const int8_t *x = to->x + 16 * i;
+        const __m512i bits = _mm512_srli_epi32(high, 16 * (unsigned)i); // bit 0 is code 0's
+        ROCQ__UNROLL
+        for (int j = 0; j < 5; j++) { // codes 0 and 1, 2 to 5, ... 14 and 15
+            __m512i w = j > 0 ? v[1 + j] : _mm512_srli_epi32(v[1], 16);
+            w = rocq__bits_avx512(w, 4 * i, 15);
+            w = rocq__fifth_bits_avx512(w, j > 0 ? _mm512_slli_epi32(bits, 2) : bits, j);
+            if (j % 4 == 0) w = _mm512_and_si512(w, two);
+            dot[0] = rocq__dot_4_avx512(dot[0], w, x + (j > 0 ? 4 * j - 2 : 0));
+            if (j == 4) break;
+            w = rocq__fifth_bits_avx512(rocq__bits_avx512(v[7 + j], 4 * i, 15), v[6], 4 * i + j);
+            dot[1] = rocq__dot_4_avx512(dot[1], w, x + 32 + 4 * j);
+        }
+    }
+    ROCQ__UNROLL
+    for (int i = 0; i < 2; i++) rocq__end_group_avx512(to, dot[i], d[i], i);
+}
+
+// A block is six lanes, so two blocks fill three loads of a row.
+ROCQ__BLOCK_AVX512(q5_1) {
+    __m512i lanes[12];
+    ROCQ__UNROLL
+    for (int b = 0; b < n; b++) {
+        rocq__take_lanes_avx512(lanes, rows, 6 * b, 6 * b + 6, 6 * n);
+        const __m512i *v = lanes + 6 * b;
+        __m512i dot = _mm512_setzero_si512();
+        ROCQ__UNROLL
+        for (int j = 0; j < 8; j++) {
+            const __m512i low = rocq__bits_avx512(v[2 + j % 4], j / 4 * 4, 15);
+            const __m512i w = rocq__fifth_bits_avx512(low, v[1], j);
+            dot = rocq__dot_4_avx512(dot, w, to->x + 32 * b + 4 * j);
+        }
+        const __m512 m = rocq__halves_avx512(_mm512_srli_epi32(v[0], 16));
+        rocq__end_group_avx512(to, dot, rocq__halves_avx512(v[0]), b);
+        to->sum = _mm512_fmadd_ps(m, _mm512_set1_ps(to->x_groups[b].sum), to->sum);
+    }
+}
+
 // Only of interleaved rows: of others, rocq__dot_rows_avx2 takes fewer shuffles.
 ROCQ__BLOCK_AVX512(q8_0) {
     (void)n;
@@ -12173,6 +12235,71 @@ ROCQ__BLOCK_AVX512(iq4_xs) {
     }
 }
 
+// Ends a group whose codes were multiplied as they stand in their bytes, 2^shift times too large.
+ROCQ__WIDE void rocq__end_shifted_avx512(rocq__wide_sink *to, __m512i dot, const unsigned shift,
+                                         __m512 scale, int64_t g) {
+    const __m512i sum = _mm512_srai_epi32(dot, shift);
+    const __m512i offset = _mm512_set1_epi32(to->x_groups[g].offset);
+    rocq__end_group_avx512(to, _mm512_sub_epi32(sum, offset), scale, g);
+}
+
+// The 32 elements of group g: the next digit of each byte of v[0] to v[3] and of four lanes more,
+// from v[at] on and `step` apart; with step 0 they are four digits of one lane. The digit t of a
+// byte b is 3 b / 256, and the digit behind it that of c = 3 b mod 256. So 256 t = 3 b - c, and the
+// products x t add up to three times those of x b, less those of x c, over 256: t is never formed.
+ROCQ__WIDE void rocq__digits_avx512(rocq__wide_sink *to, __m512i v[8], const int at,
+                                    const int step, __m512 d, int64_t g) {
+    __m512i b = _mm512_setzero_si512(), c = b;
+    ROCQ__UNROLL
+    for (int j = 0; j < 8; j++) {
+        const int8_t *x = to->x + 32 * g + 4 * j;
+        const int i = j < 4 ? j : at + (j - 4) * step;
+        b = rocq__dot_4_avx512(b, v[i], x);
+        v[i] = _mm512_add_epi8(v[i], _mm512_add_epi8(v[i], v[i]));
+        c = rocq__dot_4_avx512(c, v[i], x);
+    }
+    const __m512i three = _mm512_add_epi32(b, _mm512_add_epi32(b, b));
+    rocq__end_shifted_avx512(to, _mm512_sub_epi32(three, c), 8, d, g);
+}
+
+ROCQ__BLOCK_AVX512(tq1_0) {
+    __m512i v[8], end[4];
+    (void)n;
+    rocq__take_rows_avx512(end, rows, 38); // the last 6 of these 16 bytes are qh and d
+    const __m512 d = rocq__halves_avx512(_mm512_srli_epi32(end[3], 16));
+    rocq__take_rows_avx512(v, rows, 0);
+    rocq__take_rows_avx512(v + 4, rows, 16);
+    ROCQ__UNROLL_PARTS
+    for (int g = 0; g < 5; g++) rocq__digits_avx512(to, v, 4, 1, d, g);
+    rocq__take_rows_avx512(v, rows, 32);
+    v[4] = _mm512_or_si512(_mm512_srli_epi32(end[2], 16), _mm512_slli_epi32(end[3], 16));
+    rocq__digits_avx512(to, v, 0, 1, d, 5);
+    rocq__digits_avx512(to, v, 0, 1, d, 6);
+    rocq__digits_avx512(to, v, 4, 0, d, 7);
+}
+
+ROCQ__BLOCK_AVX512(tq2_0) {
+    __m512i v[8], end[4];
+    (void)n;
+    rocq__take_rows_avx512(end, rows, 50);
+    const __m512 d = rocq__halves_avx512(_mm512_srli_epi32(end[3], 16));
+    ROCQ__UNROLL_PARTS
+    for (int h = 0; h < 2; h++) {
+        rocq__take_rows_avx512(v, rows, 32 * h);
+        rocq__take_rows_avx512(v + 4, rows, 16 + 32 * h);
+        ROCQ__UNROLL
+        for (int g = 0; g < 4; g++) {
+            __m512i dot = _mm512_setzero_si512();
+            ROCQ__UNROLL
+            for (int j = 0; j < 8; j++) {
+                const __m512i w = rocq__bits_avx512(v[j], 0, 3 << 2 * g);
+                dot = rocq__dot_4_avx512(dot, w, to->x + 128 * h + 32 * g + 4 * j);
+            }
+            rocq__end_shifted_avx512(to, dot, 2 * (unsigned)g, d, 4 * h + g);
+        }
+    }
+}
+
 // 2^k, for k from -128 to 127.
 ROCQ__WIDE __m512 rocq__pow2_avx512(__m512i k) {
     const __m512i normal = _mm512_slli_epi32(_mm512_add_epi32(k, _mm512_set1_epi32(127)), 23);
@@ -12219,6 +12346,33 @@ ROCQ__BLOCK_AVX512(mxfp4) {
             _mm512_and_si512(_mm512_srli_epi32(v[0], 8 * (unsigned)b), _mm512_set1_epi32(255));
         const __m512 scale = rocq__pow2_avx512(_mm512_sub_epi32(e, _mm512_set1_epi32(128)));
         rocq__end_group_avx512(to, dot, scale, b);
+    }
+}
+// A block is nine lanes, the first of them scales, as in rocq__block_nvfp4_avx2.
+ROCQ__BLOCK_AVX512(nvfp4) {
+    const __m512i levels = rocq__levels_avx512(rocq__mxfp4_levels, 12);
+    __m512i lanes[36];
+    ROCQ__UNROLL
+    for (int b = 0; b < n; b++) {
+        rocq__take_lanes_avx512(lanes, rows, 9 * b, 9 * b + 9, 9 * n);
+        const __m512i *v = lanes + 9 * b;
+        ROCQ__UNROLL
+        for (int g = 0; g < 4; g++) {
+            __m512i dot = _mm512_set1_epi32(-to->x_groups[4 * b + g].offset);
+            ROCQ__UNROLL
+            for (int j = 0; j < 4; j++) { // the low halves of the group's 8 bytes, then the high
+                const __m512i w =
+                    rocq__look_up_avx512(levels, v[1 + 2 * g + j % 2], j / 2 * 4, 15);
+                dot = rocq__dot_4_avx512(dot, w, to->x + 64 * b + 16 * g + 4 * j);
+            }
+            const __m512i byte = _mm512_srli_epi32(_mm512_slli_epi32(v[0], 24 - 8 * g), 24);
+            const __mmask16 some = _mm512_cmpneq_epi32_mask(byte, _mm512_set1_epi32(127));
+            const __m512i half = _mm512_maskz_and_epi32(some, _mm512_slli_epi32(byte, 7),
+                                                        _mm512_set1_epi32(127 << 7));
+            const __m512 scale =
+                _mm512_mul_ps(rocq__halves_avx512(half), _mm512_set1_ps(0x1p7f));
+            rocq__end_group_avx512(to, dot, scale, 4 * b + g);
+        }
     }
 }
 #undef ROCQ__BLOCK_AVX512
@@ -12294,6 +12448,8 @@ ROCQ__BLOCK_AVX512(mxfp4) {
 #define ROCQ__MM_WIDE(X)    \
     X(Q4_0, q4_0, 4, 2)     \
     X(Q4_1, q4_1, 4, 1)     \
+    X(Q5_0, q5_0, 2, 2)     \
+    X(Q5_1, q5_1, 2, 1)     \
     X(Q2_K, q2_K, 1, 1)     \
     X(Q3_K, q3_K, 1, 1)     \
     X(Q4_K, q4_K, 1, 1)     \
@@ -12301,7 +12457,10 @@ ROCQ__BLOCK_AVX512(mxfp4) {
     X(Q6_K, q6_K, 1, 1)     \
     X(IQ4_NL, iq4_nl, 4, 2) \
     X(IQ4_XS, iq4_xs, 1, 1) \
-    X(MXFP4, mxfp4, 4, 2)
+    X(TQ1_0, tq1_0, 1, 1)   \
+    X(TQ2_0, tq2_0, 1, 1)   \
+    X(MXFP4, mxfp4, 4, 2)   \
+    X(NVFP4, nvfp4, 4, 1)
 
 // Prefetches `bytes` bytes, `at` bytes into each of n_rows rows: of every 64, once, however many
 // blocks they hold. The rows of a pair of panels are a stride apart.
