@@ -774,8 +774,9 @@ static void extreme_codes(void **state) {
 static void block_exponents(void **state) {
     static const rocq_format formats[] = {ROCQ_MXFP4, ROCQ_MXFP6_E2M3, ROCQ_MXFP6_E3M2, ROCQ_NVFP4};
     (void)state;
-    for (int f = 0; f < 4; f++) {
-        const shape s = {.w = formats[f], .x = ROCQ_F32, .m = 256, .n = 2,
+    for (int c = 0; c < 8; c++) {
+        const int f = c % 4;
+        const shape s = {.w = formats[f], .x = ROCQ_F32, .m = 256, .n = 1 + c / 4,
                          .k = block_elems(formats[f])};
         problem a = make(s);
         for (int64_t r = 0; r < s.m; r++) {
