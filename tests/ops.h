@@ -383,15 +383,19 @@ OPS_FN void check_all(box *got, const double *want, double bound) {
 
 enum { N_THREAD_COUNTS = 3 };
 static const int32_t thread_counts[N_THREAD_COUNTS] = {1, 2, 5};
-static rocq_ctx *contexts[2][N_THREAD_COUNTS]; // [SIMD]
+enum { NO_SIMD, BEST, ONLY_AVX2, N_TIERS };
+static rocq_ctx *contexts[N_TIERS][N_THREAD_COUNTS];
+static int n_tiers; // those there are: ONLY_AVX2 where AVX-512 is the best, so that both are tested
 
 OPS_FN int open_contexts(void **state) {
     (void)state;
-    for (int simd = 0; simd < 2; simd++) {
+    n_tiers = inside_cpu_has(ROCQ_CPU_AVX512) ? N_TIERS : ONLY_AVX2;
+    for (int tier = 0; tier < n_tiers; tier++) {
         for (int i = 0; i < N_THREAD_COUNTS; i++) {
-            const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = thread_counts[i]};
-            if (rocq_open(&contexts[simd][i], &desc) != ROCQ_OK) return -1;
-            if (!simd) *inside_has_simd(contexts[simd][i]) = false;
+            const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = thread_counts[i],
+                                    .cpu_tier = tier == ONLY_AVX2 ? ROCQ_CPU_SIMD : ROCQ_CPU_BEST};
+            if (rocq_open(&contexts[tier][i], &desc) != ROCQ_OK) return -1;
+            if (tier == NO_SIMD) *inside_has_simd(contexts[tier][i]) = false;
         }
     }
     return 0;
@@ -399,8 +403,8 @@ OPS_FN int open_contexts(void **state) {
 
 OPS_FN int close_contexts(void **state) {
     (void)state;
-    for (int simd = 0; simd < 2; simd++) {
-        for (int i = 0; i < N_THREAD_COUNTS; i++) rocq_close(&contexts[simd][i]);
+    for (int tier = 0; tier < n_tiers; tier++) {
+        for (int i = 0; i < N_THREAD_COUNTS; i++) rocq_close(&contexts[tier][i]);
     }
     return 0;
 }
@@ -427,7 +431,7 @@ OPS_FN int64_t planned(rocq_ctx *ctx, rocq_op op, const void *params) {
 // Runs op with each thread count: outputs (their memory as it is now, input of in-place runs) must
 // come out with the same bits each time. Scratch memory is exactly what was planned, so that the
 // sanitizer sees any use beyond it, and the op itself allocates nothing.
-OPS_FN void run(int simd, rocq_op op, const void *params, box *const *outputs, int n_outputs) {
+OPS_FN void run(int tier, rocq_op op, const void *params, box *const *outputs, int n_outputs) {
     unsigned char *before[8], *first[8];
     for (int o = 0; o < n_outputs; o++) {
         before[o] = (unsigned char *)malloc((size_t)outputs[o]->size);
@@ -436,7 +440,7 @@ OPS_FN void run(int simd, rocq_op op, const void *params, box *const *outputs, i
         memcpy(before[o], outputs[o]->memory, (size_t)outputs[o]->size);
     }
     for (int i = 0; i < N_THREAD_COUNTS; i++) {
-        rocq_ctx *ctx = contexts[simd][i];
+        rocq_ctx *ctx = contexts[tier][i];
         rocq_stats stats, later;
         const char *why = NULL;
         if (rocq_supports(ctx, op, params, &why) != ROCQ_OK) fail_msg("not supported: %s", why);

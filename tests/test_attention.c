@@ -209,12 +209,13 @@ static void check(problem *a) {
     unsigned char *before = (unsigned char *)malloc((size_t)out->size);
     assert_non_null(before);
     memcpy(before, out->memory, (size_t)out->size);
-    for (int round = 0; round < 4; round++) { // with and without SIMD and lse
+    const int first = n_tiers > ONLY_AVX2 ? -1 : 0; // that round is AVX2's
+    for (int round = first; round < 4; round++) { // with and without SIMD and lse
         box *const outputs[2] = {out, &a->lse};
         memcpy(out->memory, before, (size_t)out->size);
         memset(a->lse.memory, 0xff, (size_t)a->lse.size);
-        a->p.lse = round / 2 ? &a->lse.t : NULL;
-        run(round % 2, ROCQ_OP_ATTENTION, &a->p, outputs, 2);
+        a->p.lse = round > 1 || round < 0 ? &a->lse.t : NULL;
+        run(round < 0 ? ONLY_AVX2 : round % 2, ROCQ_OP_ATTENTION, &a->p, outputs, 2);
         // A short row may be almost nothing, the difference of larger values.
         (a->s.head_dim < 8 ? check_all : check_rows)(out, a->want, BOUND);
         if (a->p.lse) check_lse(a);
@@ -555,11 +556,11 @@ static void hidden_positions_may_hold_anything(void **state) {
         box_write(&a.k);
         box_write(&a.v);
         reference(&a);
-        for (int simd = 0; simd < 2; simd++) {
+        for (int tier = 0; tier < n_tiers; tier++) {
             box *out = &a.out;
             int64_t n_clean = 0, n_dirty = 0;
             memset(out->memory, 0xff, (size_t)out->size);
-            run(simd, ROCQ_OP_ATTENTION, &a.p, &out, 1);
+            run(tier, ROCQ_OP_ATTENTION, &a.p, &out, 1);
             box_read(out);
             for (int64_t r = 0; r < box_rows(out); r++) {
                 const double *want = a.want + r * s.head_dim, *got = out->value + r * s.head_dim;
@@ -729,9 +730,9 @@ static void nan_in_a_query_stays_visible(void **state) {
         a.q.value[3] = NAN; // head 0
         box_write(&a.q);
         reference(&a);
-        for (int simd = 0; simd < 2; simd++) {
+        for (int tier = 0; tier < n_tiers; tier++) {
             box *out = &a.out;
-            run(simd, ROCQ_OP_ATTENTION, &a.p, &out, 1);
+            run(tier, ROCQ_OP_ATTENTION, &a.p, &out, 1);
             box_read(out);
             for (int64_t d = 0; d < s.head_dim; d++) assert_true(isnan(out->value[d]));
             assert_true(nmse(ROCQ_F32, out->value + s.head_dim, a.want + s.head_dim, s.head_dim) <=

@@ -191,9 +191,9 @@ static void check(problem *a) {
     static const char *const name[N_IN] = {"dq", "dk", "dv"};
     box *grads[N_IN] = {&a->grad[Q], &a->grad[K], &a->grad[V]};
     backward(a);
-    for (int simd = 0; simd < 2; simd++) {
+    for (int tier = 0; tier < n_tiers; tier++) {
         for (int t = 0; t < N_IN; t++) memset(grads[t]->memory, 0xff, (size_t)grads[t]->size);
-        run(simd, ROCQ_OP_ATTENTION_BACKWARD, &a->p, grads, N_IN);
+        run(tier, ROCQ_OP_ATTENTION_BACKWARD, &a->p, grads, N_IN);
         for (int t = 0; t < N_IN; t++) {
             check_gradient(grads[t], a->want[t], a->size[t], name[t]);
         }
@@ -426,13 +426,13 @@ static void scratch_is_linear(void **state) {
 
 static void not_a_number_reaches_the_gradients(void **state) {
     (void)state;
-    for (int simd = 0; simd < 2; simd++) {
+    for (int tier = 0; tier < n_tiers; tier++) {
         problem a;
         problem_make(&a, basic());
         a.dout.value[3] = NAN; // of head 0
         box_write(&a.dout);
         box *grads[N_IN] = {&a.grad[Q], &a.grad[K], &a.grad[V]};
-        run(simd, ROCQ_OP_ATTENTION_BACKWARD, &a.p, grads, N_IN);
+        run(tier, ROCQ_OP_ATTENTION_BACKWARD, &a.p, grads, N_IN);
         for (int t = 0; t < N_IN; t++) {
             box_read(grads[t]);
             assert_true(isnan(grads[t]->value[3]));

@@ -221,11 +221,11 @@ static void back_solve(const back_case *s) {
         assert_non_null(before[o]);
         memcpy(before[o], outputs[o]->memory, (size_t)outputs[o]->size);
     }
-    for (int simd = 0; simd < 2; simd++) {
+    for (int tier = 0; tier < n_tiers; tier++) {
         for (int o = 0; o < n; o++) {
             memcpy(outputs[o]->memory, before[o], (size_t)outputs[o]->size);
         }
-        run(simd, ROCQ_OP_MATMUL_BACKWARD, &a.p, outputs, n);
+        run(tier, ROCQ_OP_MATMUL_BACKWARD, &a.p, outputs, n);
         if (a.p.dx) check_rows(&a.dx, a.want_dx, BOUND);
         if (a.p.dw) check_rows(&a.dw, a.want_dw, BOUND);
         if (a.p.db) check_rows(&a.db, a.want_db, BOUND);
@@ -332,8 +332,8 @@ static void nan_stays_in_its_row(void **state) {
     a.dy.value[bad_n * s.m + bad_m] = NAN;
     box_write(&a.dy);
     box *outputs[3];
-    for (int simd = 0; simd < 2; simd++) {
-        run(simd, ROCQ_OP_MATMUL_BACKWARD, &a.p, outputs, back_outputs(&a, outputs));
+    for (int tier = 0; tier < n_tiers; tier++) {
+        run(tier, ROCQ_OP_MATMUL_BACKWARD, &a.p, outputs, back_outputs(&a, outputs));
         for (int o = 0; o < 3; o++) box_read(outputs[o]);
         for (int64_t i = 0; i < s.k * s.n; i++) {
             assert_int_equal(isnan(a.dx.value[i]) != 0, i / s.k == bad_n);

@@ -995,7 +995,7 @@ static void sample_filters(void **state) {
         for (int64_t step = 0; step < n_draws; step++) {
             d.p.step = (uint64_t)step;
             box *outputs[2] = {&d.token, &d.prob};
-            if (step < 2) {
+            if (step < n_tiers) {
                 run((int)step, ROCQ_OP_SAMPLE, &d.p, outputs, 2);
             } else {
                 assert_int_equal(rocq_sample(contexts[0][0], &d.p), ROCQ_OK);
