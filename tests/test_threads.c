@@ -67,6 +67,18 @@ static void weight(step *s, rocq_tensor *t, rocq_format format, int64_t ne0, int
     free(values);
 }
 
+static bool interleave; // whether steps have their weights in ROCQ_LAYOUT_INTERLEAVED
+
+static void to_interleaved(step *s, rocq_tensor *t) {
+    const int64_t size = rocq_tensor_size(t);
+    void *rows = malloc((size_t)size);
+    assert_non_null(rows);
+    memcpy(rows, rocq_tensor_data(t), (size_t)size);
+    t->layout = ROCQ_LAYOUT_INTERLEAVED;
+    OK(rocq_upload(s->ctx, t, rows, size));
+    free(rows);
+}
+
 static void step_open(step *s, const rocq_desc *desc, int64_t n) {
     memset(s, 0, sizeof *s);
     OK(rocq_open(&s->ctx, desc));
@@ -89,6 +101,8 @@ static void step_open(step *s, const rocq_desc *desc, int64_t n) {
         memcpy(weights, s->memory.host, (size_t)s->arena.used);
     }
     memcpy(s->memory.host, weights, (size_t)s->arena.used);
+    rocq_tensor *const rows[] = {&s->q, &s->k, &s->v, &s->out, &s->gate, &s->head};
+    for (int i = 0; interleave && i < 6; i++) to_interleaved(s, rows[i]);
     tensor(s, &s->ids, ROCQ_I32, n, 1);
     tensor(s, &s->pos, ROCQ_I32, n, 1);
     tensor(s, &s->len, ROCQ_I32, 1, 1);
@@ -227,6 +241,9 @@ static void a_step_has_the_same_bits_for_any_number_of_threads(void **state) {
     for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
         const rocq_desc desc = with_threads(counts[i]);
         check_desc(&desc, counts[i] == 3);
+        interleave = true;
+        check_desc(&desc, counts[i] == 8);
+        interleave = false;
     }
 }
 
