@@ -12365,7 +12365,8 @@ ROCQ__BLOCK_AVX512(nvfp4) {
                     rocq__look_up_avx512(levels, v[1 + 2 * g + j % 2], j / 2 * 4, 15);
                 dot = rocq__dot_4_avx512(dot, w, to->x + 64 * b + 16 * g + 4 * j);
             }
-            const __m512i byte = _mm512_srli_epi32(_mm512_slli_epi32(v[0], 24 - 8 * g), 24);
+            const __m512i moved = _mm512_slli_epi32(v[0], 24 - 8 * (unsigned)g);
+            const __m512i byte = _mm512_srli_epi32(moved, 24);
             const __mmask16 some = _mm512_cmpneq_epi32_mask(byte, _mm512_set1_epi32(127));
             const __m512i half = _mm512_maskz_and_epi32(some, _mm512_slli_epi32(byte, 7),
                                                         _mm512_set1_epi32(127 << 7));
