@@ -921,7 +921,9 @@ typedef struct rocq_desc {
     int32_t max_waves;         // for products with up to 8 columns, which take most of a token's
                                // time: most waves on a SIMD (it has room for 16), 4, 6 ... 14;
                                // 0 = the preset's, -1 = any. Fewer leave registers for a renderer.
-                               // With an adapter a block has a ninth wave, which does not count
+                               // With an adapter a block has a ninth wave, which does not count.
+                               // Attention of one token (attention_step), whose waves take more
+                               // registers, has half as many
     const char *rocm_path;     // two more folders in which rocq_open looks for the HIP runtime
     const char *hip_path;      // (>>contexts): absolute paths, or NULL. Meant for the environment's
                                // ROCM_PATH and HIP_PATH, which rocq does not read. NULL in
@@ -3260,6 +3262,7 @@ typedef struct rocq_k_matmul_args {
 #define ROCQ_K_PREFILL_THREADS(D) ((D) == 512 ? 512 : 128)
 #define ROCQ_K_ATTEND_WIDE_LDS 61712      // bytes of LDS of attention_prefill_512
 #define ROCQ_K_ATTENTION_LDS_BYTES 212992 // and of attention_lds_512
+#define ROCQ_K_ATTEND_STEP_LDS 4400       // and of attention_step, at most
 #define ROCQ_K_GROUP_COLUMNS 8            // of a block of attention_group
 #define ROCQ_K_GROUP_THREADS 256
 #define ROCQ_K_GROUP_LDS 155648
@@ -19295,8 +19298,9 @@ typedef struct rocq__gpu {
     rocq_priority priority; // of stream
     int32_t n_units;       // of the device; chip.n_units counts those that stream may use
     int32_t max_waves;     // of a matvec on a SIMD
-    uint32_t matvec_lds;   // bytes of LDS that each block of a matvec takes, whether it uses them
-                           // or not, so that fewer blocks fit (0: its own): see rocq__limit_waves
+    uint32_t block_lds;    // bytes of LDS that each block of a matvec or of attention_step takes,
+                           // whether it uses them or not, so that fewer blocks fit (0: what it
+                           // uses): see rocq__limit_waves
     char ignored[400];     // rocq_info.ignored: settings for sharing that had no effect
 } rocq__gpu;
 
@@ -19831,10 +19835,15 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel, uint32_t threads)
         return ROCQ_K_CONV_LDS_BYTES(m, threads / 128);
     }
     if (kernel == ROCQ_K_conv_lds_128 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_128_BYTES;
-    if (gpu->matvec_lds == 0 || !rocq__is_matvec(kernel)) return 0;
-    const bool row = kernel >= ROCQ_K_matvec_row_q4_0 && kernel <= ROCQ_K_matvec_row_low;
-    const uint32_t own = row ? (uint32_t)ROCQ_K_MATVEC_ROW_LDS : (uint32_t)ROCQ_K_MATVEC_LDS;
-    return gpu->matvec_lds > own ? gpu->matvec_lds - own : 0;
+    uint32_t own = ROCQ_K_MATVEC_LDS;
+    if (kernel >= ROCQ_K_matvec_row_q4_0 && kernel <= ROCQ_K_matvec_row_low) {
+        own = ROCQ_K_MATVEC_ROW_LDS;
+    } else if (kernel == ROCQ_K_attention_step_64 || kernel == ROCQ_K_attention_step_128) {
+        own = ROCQ_K_ATTEND_STEP_LDS;
+    } else if (!rocq__is_matvec(kernel)) {
+        return 0;
+    }
+    return gpu->block_lds > own ? gpu->block_lds - own : 0;
 }
 
 // Submits one launch of the whole grid and returns HIP's error number.
@@ -27678,7 +27687,8 @@ static void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, void 
 // which it does not use, that only the wanted number of blocks fits on a WGP. The 8 waves of a
 // block are spread evenly over the WGP's 4 SIMDs, so each block is 2 waves on a SIMD (the ninth of
 // blocks with `low` multiplies nothing and does not count). Two blocks with the most LDS that a
-// block may have still fit on a WGP, so the lowest limit is 4 waves.
+// block may have still fit on a WGP, so the lowest limit is 4 waves. Blocks of attention_step ask
+// for as much LDS: they have 4 waves, which take two to three times the registers of a matvec's.
 static void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
     enum {
         SIMDS = 2 * ROCQ__CU_SIMDS,
@@ -27693,7 +27703,7 @@ static void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
     }
     const int32_t blocks = ROCQ__MAX(most / (int32_t)BLOCK_WAVES, (int32_t)LEAST);
     const int32_t granules = 2 * ROCQ__CU_LDS / ROCQ__LDS_GRANULE / blocks;
-    gpu->matvec_lds = (uint32_t)(granules * ROCQ__LDS_GRANULE);
+    gpu->block_lds = (uint32_t)(granules * ROCQ__LDS_GRANULE);
     gpu->max_waves = blocks * BLOCK_WAVES;
 }
 
@@ -27707,7 +27717,7 @@ static rocq_result rocq__share(rocq_ctx *ctx) {
     gpu->priority = ROCQ_PRIORITY_NORMAL;
     gpu->n_units = gpu->chip.n_units;
     gpu->max_waves = ROCQ__SIMD_WAVES;
-    gpu->matvec_lds = 0;
+    gpu->block_lds = 0;
     if (desc->max_units > 0) rocq__stream_on_units(gpu, desc->max_units, &stream);
     if (desc->priority != ROCQ_PRIORITY_NORMAL) {
         rocq__stream_of_priority(gpu, desc->priority, &stream);
@@ -27908,8 +27918,9 @@ static rocq_result rocq__gpu_open(rocq_ctx *ctx) {
 
 // In the order of rocq_sharing. A renderer's work can begin when a launch ends: with launches of at
 // most 1 ms it can do so several times in a frame of 6.9 ms (144 Hz). 8 waves on a SIMD still hide
-// the latency of memory and leave a renderer half of the registers. No preset limits the compute
-// units, because how many a renderer needs depends on the renderer alone.
+// the latency of memory. Of gfx1100's 1536 registers those of a product take 480 to 790, and the 4
+// of attention_step 830 to 1020; a renderer has the others. No preset limits the compute units,
+// because how many a renderer needs depends on the renderer alone.
 typedef struct rocq__preset {
     rocq_priority priority;
     int32_t max_units, max_waves, dispatch_us;

@@ -758,11 +758,19 @@ static void waves_are_limited_by_lds(void **state) {
             assert_int_equal(rocq_get_occupancy(&p, &o), ROCQ_OK);
             if (o.waves != waves) fail_msg("%d waves, own LDS %d: %g", waves, own, o.waves);
         }
-        assert_true(ctx->gpu->matvec_lds < last); // with more of it fewer fit
-        last = ctx->gpu->matvec_lds;
+        // A block of attention_step has half the waves.
+        const rocq_occupancy_params step = {
+            .target = 0x1100, .vgprs = 64, .threads = 128,
+            .lds_bytes = ROCQ_K_ATTEND_STEP_LDS +
+                (int32_t)rocq__lds_of(ctx->gpu, ROCQ_K_attention_step_128, 128)};
+        rocq_occupancy o;
+        assert_int_equal(rocq_get_occupancy(&step, &o), ROCQ_OK);
+        if (o.waves != waves / 2) fail_msg("attention_step at %d waves: %g", waves, o.waves);
+        assert_true(ctx->gpu->block_lds < last); // with more of it fewer fit
+        last = ctx->gpu->block_lds;
         rocq_close(&ctx);
     }
-    // It is asked for by matvecs and by no other kernel.
+    // Kernels that are not limited, such as norm, ask for none.
     rocq_desc desc = gpu_desc();
     desc.max_waves = 8;
     open_shared(&desc, &ctx);
@@ -774,7 +782,7 @@ static void waves_are_limited_by_lds(void **state) {
     assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_OK);
     assert_int_equal(rocq_sync(ctx), ROCQ_OK);
     assert_int_equal(simt_get_lds("matvec_f32_f32_n1"),
-                     ctx->gpu->matvec_lds - ROCQ_K_MATVEC_LDS);
+                     ctx->gpu->block_lds - ROCQ_K_MATVEC_LDS);
     assert_int_equal(simt_get_lds("norm"), 0);
     rocq_close(&ctx);
     simt_set_target(0);
