@@ -887,6 +887,7 @@ typedef enum rocq_cpu_tier { // instructions that the CPU backend uses: a tier's
     ROCQ_CPU_PLAIN,    // portable C
     ROCQ_CPU_SIMD,     // AVX2 with FMA and F16C; NEON
     ROCQ_CPU_AVX_VNNI, // the byte dot instruction, for products with one column
+    ROCQ_CPU_SDOT = ROCQ_CPU_AVX_VNNI, // NEON's byte dot product, of Armv8.2 and later
     ROCQ_CPU_AVX512    // F, BW, DQ, VL and VNNI; these processors need not have AVX-VNNI
 } rocq_cpu_tier;
 
@@ -3821,6 +3822,20 @@ const rocq_hip *rocq_hip_linked(void);
 #else
 #define ROCQ__HAS_NEON 0
 #endif
+// sdot, the byte dot product of Armv8.2: ROCQ__SDOT is what an assembler has to be told before it
+// and ROCQ__TARGET_SDOT what gcc has to be told of a function that has it, where the program is for
+// processors without it, too. gcc can only be told if the program is for plain Armv8, and clang 14
+// cannot at all.
+#if ROCQ__HAS_NEON && defined(__ARM_FEATURE_DOTPROD)
+#define ROCQ__SDOT ""
+#define ROCQ__TARGET_SDOT
+#elif ROCQ__HAS_NEON && defined(__clang__) && __clang_major__ >= 19
+#define ROCQ__SDOT ".arch_extension dotprod\n\t"
+#define ROCQ__TARGET_SDOT
+#elif ROCQ__HAS_NEON && !defined(__clang__) && !defined(__ARM_FEATURE_ATOMICS)
+#define ROCQ__SDOT ""
+#define ROCQ__TARGET_SDOT __attribute__((target("arch=armv8.2-a+dotprod")))
+#endif
 #if !defined(ROCQ_NO_THREADS)
 #define ROCQ__HAS_THREADS 1
 #else
@@ -3922,6 +3937,9 @@ enum { ROCQ__GUARD = 0 };
 #endif
 #if ROCQ__HAS_NEON
 #include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
 #endif
 
 #ifndef ROCQ_MALLOC
@@ -4259,6 +4277,7 @@ struct rocq_ctx {
     bool has_simd;   // AVX2 with FMA and F16C, or NEON
     bool has_avx_vnni; // this and has_avx512 are never set without has_simd
     bool has_avx512; // F, BW, DQ, VL and VNNI
+    bool has_sdot;   // Arm's byte dot product
     bool reads_in_order; // memory is read fastest in one stream: rocq__cpu_reads_in_order
     bool quiet; // failures are not logged: in rocq_supports and in a rocq__attempt
     rocq_stats stats;
@@ -10054,6 +10073,7 @@ typedef struct rocq__mm {
     int64_t group; // INT8: elements per group of w's format
     bool has_min;
     bool raise;     // codes that pack has decoded are raised by 128 (rocq__raise_codes)
+    bool sdot;      // NEON's byte dot product is there
     int32_t offset; // INT8: what the kernels add to w's codes; see rocq__dot_4
     rocq__mm_dot dot;
     rocq__mm_dot wide_dot;        // of all pairs of a tile at once, or NULL
@@ -10524,43 +10544,51 @@ static rocq__mm_dot rocq__dot_int8_for(int64_t group, int depth) {
 
 #if ROCQ__HAS_NEON
 // Adds the products of four codes of four rows each; a lane is a row.
-static inline int32x4_t rocq__dot_4_neon(int32x4_t dot, int8x16_t w, int8x16_t x) {
-#if defined(__ARM_FEATURE_DOTPROD)
-    return vdotq_s32(dot, w, x);
-#else
+ROCQ__ALWAYS_INLINE int32x4_t rocq__dot_4_neon(int32x4_t dot, int8x16_t w, int8x16_t x) {
     const int16x8_t two = vpaddq_s16(vmull_s8(vget_low_s8(w), vget_low_s8(x)), vmull_high_s8(w, x));
     return vpadalq_s16(dot, two);
-#endif
 }
 
-static void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile) {
-    const rocq__mm_pair *pair = tile->pairs;
-    for (int64_t c = 0; c < tile->n; c++) {
-        const rocq__mm_group *groups = rocq__tile_groups(tile, c);
-        const int8_t *x = rocq__tile_codes(tile, c), *w = &pair->codes[0][0][0];
-        float32x4_t sum[4];
-        for (int h = 0; h < 4; h++) sum[h] = vld1q_f32(sums[c] + 4 * h);
-        for (int64_t g = 0; g < tile->n_groups; g++) {
-            int32x4_t dot[4] = {vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)};
-            for (int64_t k = 0; k < tile->group; k += 4, x += 4, w += 64) {
-                int32_t four;
-                memcpy(&four, x, sizeof four);
-                const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));
-                for (int h = 0; h < 4; h++)
-                    dot[h] = rocq__dot_4_neon(dot[h], vld1q_s8(w + 16 * h), v);
-            }
-            for (int h = 0; h < 4; h++) {
-                const float32x4_t scale = vld1q_f32(pair->scale[g] + 4 * h);
-                const float32x4_t both = vmulq_n_f32(scale, groups[g].scale);
-                sum[h] = vfmaq_f32(sum[h], both, vcvtq_f32_s32(dot[h]));
-                if (tile->has_min) {
-                    sum[h] = vfmsq_n_f32(sum[h], vld1q_f32(pair->min[g] + 4 * h), groups[g].sum);
-                }
-            }
-        }
-        for (int h = 0; h < 4; h++) vst1q_f32(sums[c] + 4 * h, sum[h]);
+#define ROCQ__DOT_INT8(name)                                                                      \
+    static void rocq__dot_int8_##name(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile) { \
+        const rocq__mm_pair *pair = tile->pairs;                                                  \
+        for (int64_t c = 0; c < tile->n; c++) {                                                   \
+            const rocq__mm_group *groups = rocq__tile_groups(tile, c);                            \
+            const int8_t *x = rocq__tile_codes(tile, c), *w = &pair->codes[0][0][0];              \
+            float32x4_t sum[4];                                                                   \
+            for (int h = 0; h < 4; h++) sum[h] = vld1q_f32(sums[c] + 4 * h);                      \
+            for (int64_t g = 0; g < tile->n_groups; g++) {                                        \
+                int32x4_t dot[4];                                                                 \
+                for (int h = 0; h < 4; h++) dot[h] = vdupq_n_s32(0);                              \
+                for (int64_t k = 0; k < tile->group; k += 4, x += 4, w += 64) {                   \
+                    int32_t four;                                                                 \
+                    memcpy(&four, x, sizeof four);                                                \
+                    const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));                  \
+                    for (int h = 0; h < 4; h++) {                                                 \
+                        dot[h] = rocq__dot_4_##name(dot[h], vld1q_s8(w + 16 * h), v);             \
+                    }                                                                             \
+                }                                                                                 \
+                for (int h = 0; h < 4; h++) {                                                     \
+                    const float32x4_t scale = vld1q_f32(pair->scale[g] + 4 * h);                  \
+                    const float32x4_t both = vmulq_n_f32(scale, groups[g].scale);                 \
+                    sum[h] = vfmaq_f32(sum[h], both, vcvtq_f32_s32(dot[h]));                      \
+                    if (!tile->has_min) continue;                                                 \
+                    sum[h] = vfmsq_n_f32(sum[h], vld1q_f32(pair->min[g] + 4 * h), groups[g].sum); \
+                }                                                                                 \
+            }                                                                                     \
+            for (int h = 0; h < 4; h++) vst1q_f32(sums[c] + 4 * h, sum[h]);                       \
+        }                                                                                         \
     }
+ROCQ__DOT_INT8(neon)
+#ifdef ROCQ__SDOT
+ROCQ__TARGET_SDOT ROCQ__ALWAYS_INLINE int32x4_t rocq__dot_4_sdot(int32x4_t dot, int8x16_t w,
+                                                                 int8x16_t x) {
+    __asm__(ROCQ__SDOT "sdot %0.4s, %1.16b, %2.16b" : "+w"(dot) : "w"(w), "w"(x));
+    return dot;
 }
+ROCQ__TARGET_SDOT ROCQ__DOT_INT8(sdot)
+#endif
+#undef ROCQ__DOT_INT8
 #endif
 
 // Scalar reference of the F32 dot: eight partial sums, added as a tree. k is a multiple of 8. The
@@ -12910,6 +12938,9 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     (void)books;
 #if ROCQ__HAS_NEON
     if (mm->simd) mm->dot = rocq__dot_int8_neon;
+#ifdef ROCQ__SDOT
+    if (mm->sdot) mm->dot = rocq__dot_int8_sdot;
+#endif
 #endif
 #if ROCQ__HAS_AVX2
     if (!mm->simd) return;
@@ -13461,6 +13492,7 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
     mm->streams = mm->avx512 && !ctx->reads_in_order;
     mm->in_order = ctx->reads_in_order;
     mm->avx_vnni = ctx->has_simd && ctx->has_avx_vnni;
+    mm->sdot = ctx->has_simd && ctx->has_sdot;
     mm->is_adapter = b != NULL;
     mm->interleaved = w->layout == ROCQ_LAYOUT_INTERLEAVED;
     mm->precision = b ? ROCQ_PRECISION_F32
@@ -27552,6 +27584,18 @@ static bool rocq__cpu_has_avx_vnni(void) {
 static bool rocq__cpu_reads_in_order(void) { return __builtin_cpu_is("amd"); }
 #endif
 
+#if ROCQ__HAS_NEON
+static bool rocq__cpu_has_sdot(void) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    return true; // the program is for such processors
+#elif defined(__linux__) && defined(ROCQ__SDOT)
+    return (getauxval(AT_HWCAP) & 1ul << 20) != 0; // HWCAP_ASIMDDP
+#else
+    return false;
+#endif
+}
+#endif
+
 static rocq_cpu_tier rocq__cpu_best(void) {
 #if ROCQ__HAS_AVX2
     if (!rocq__cpu_has_avx2()) return ROCQ_CPU_PLAIN;
@@ -27559,6 +27603,9 @@ static rocq_cpu_tier rocq__cpu_best(void) {
            : rocq__cpu_has_avx_vnni() ? ROCQ_CPU_AVX_VNNI
                                       : ROCQ_CPU_SIMD;
 #else
+#if ROCQ__HAS_NEON
+    if (rocq__cpu_has_sdot()) return ROCQ_CPU_SDOT;
+#endif
     return ROCQ__HAS_NEON ? ROCQ_CPU_SIMD : ROCQ_CPU_PLAIN;
 #endif
 }
@@ -27572,7 +27619,7 @@ static bool rocq__cpu_has(rocq_cpu_tier tier) {
 
 static const char *rocq__cpu_tier_name(rocq_cpu_tier tier) {
     return tier == ROCQ_CPU_AVX512     ? "AVX-512"
-           : tier == ROCQ_CPU_AVX_VNNI ? "AVX-VNNI"
+           : tier == ROCQ_CPU_AVX_VNNI ? (ROCQ__HAS_NEON ? "NEON with sdot" : "AVX-VNNI")
            : tier == ROCQ_CPU_PLAIN    ? "scalar"
            : ROCQ__HAS_NEON            ? "NEON"
                                        : "AVX2";
@@ -27996,6 +28043,7 @@ static void rocq__context_init(rocq_ctx *ctx, const rocq_desc *resolved) {
     ctx->stats.live_bytes = ctx->stats.peak_bytes = (int64_t)sizeof *ctx;
     ctx->has_simd = tier >= ROCQ_CPU_SIMD;
     ctx->has_avx_vnni = tier >= ROCQ_CPU_AVX_VNNI && rocq__cpu_has(ROCQ_CPU_AVX_VNNI);
+    ctx->has_sdot = ROCQ__HAS_NEON && tier == ROCQ_CPU_SDOT;
     ctx->has_avx512 = tier == ROCQ_CPU_AVX512;
 #if ROCQ__HAS_AVX2
     ctx->reads_in_order = rocq__cpu_reads_in_order();
@@ -31088,6 +31136,8 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 #undef ROCQ__HAS_HIP
 #undef ROCQ__HAS_MMAP
 #undef ROCQ__HAS_NEON
+#undef ROCQ__SDOT
+#undef ROCQ__TARGET_SDOT
 #undef ROCQ__HAS_OCCUPANCY
 #undef ROCQ__HAS_PROFILE
 #undef ROCQ__HAS_STDIO
