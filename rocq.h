@@ -6934,10 +6934,7 @@ ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *s
 
 enum { ROCQ__SIDE_BY_SIDE = 16 }; // rows
 
-static bool rocq__interleaves(rocq_format format) {
-    return format == ROCQ_Q4_0 || format == ROCQ_Q8_0 || format == ROCQ_Q4_K ||
-           format == ROCQ_Q5_K || format == ROCQ_Q6_K;
-}
+static bool rocq__interleaves(rocq_format format); // as ROCQ__MM_KERNELS says
 
 // Whether products read such rows as they lie. Other code of the CPU copies them row by row first.
 static bool rocq__multiplies_interleaved(const rocq_ctx *ctx) {
@@ -10796,6 +10793,58 @@ ROCQ__SIMD static void rocq__decode_eights(float *dst, rocq_format format,
 #undef ROCQ__DOT_FLOAT
 #endif
 
+// -- which kernels a format has --
+
+// X(NAME, name, raise, depth, vnni, vnni_512, at_once, last, interleaved, interleaved_vnni): the
+// int8 formats without a codebook and their kernels for x86. All have a pack and a pass for AVX2.
+//
+//   raise     what AVX2's decoders add to the codes, so that they are unsigned
+//   depth     how many sums of two products may be added up in an int16 (rocq__dot_4_avx2): 2 for
+//             codes up to 63, 4 up to 31, 8 up to 15, but no more than a group has fours of codes;
+//             0 for codes that stay signed
+//   vnni      1: AVX2's pass is also compiled for the byte dot instruction of AVX-VNNI. With 1024
+//             rows of 1024 in cache that is 1.15 to 1.5 times as fast (Sapphire Rapids). The other
+//             formats gain 12% at most, which is not worth the time to compile them.
+//   vnni_512  1: and for that of AVX-512, where it takes all rows, or those that the pass of 64-byte
+//             vectors leaves over. Codes are signed. These passes add 128 to each, to make them
+//             unsigned, and the column has what that adds to its sums (rocq__mm.offset).
+//   at_once,  a pass of 64-byte vectors for rows in the file's layout takes so many blocks at a
+//   last      time, and so many at the end of a row, where fewer than that are left; 0: there is none
+//   interleaved   1: the format has ROCQ_LAYOUT_INTERLEAVED, and for it a pack and a pass for AVX2
+//             and for AVX-512. AVX-512 also decodes both panels of a pair at once from rows in the
+//             file's layout.
+//   interleaved_vnni   1: that pass for AVX2 is also compiled for AVX-VNNI: in cache Q8_0 gains 58%
+//             and Q4_0 10% (Emerald Rapids). The other formats, whose passes take longer to compile,
+//             gain 5 to 12%.
+#define ROCQ__MM_KERNELS(X)                               \
+    X(Q4_0, q4_0,              8, 8,  0, 0,  4, 2,  1, 1) \
+    X(Q4_1, q4_1,              0, 8,  0, 0,  4, 1,  0, 0) \
+    X(Q5_0, q5_0,             16, 4,  0, 0,  2, 2,  0, 0) \
+    X(Q5_1, q5_1,              0, 4,  0, 0,  2, 1,  0, 0) \
+    X(Q8_0, q8_0,              0, 0,  1, 1,  0, 0,  1, 1) \
+    X(Q2_K, q2_K,              0, 4,  0, 0,  1, 1,  0, 0) \
+    X(Q3_K, q3_K,              4, 4,  1, 0,  1, 1,  0, 0) \
+    X(Q4_K, q4_K,              0, 8,  0, 0,  1, 1,  1, 0) \
+    X(Q5_K, q5_K,              0, 4,  1, 0,  1, 1,  1, 0) \
+    X(Q6_K, q6_K,             32, 2,  0, 0,  1, 1,  1, 0) \
+    X(IQ4_NL, iq4_nl,          0, 0,  1, 1,  4, 2,  0, 0) \
+    X(IQ4_XS, iq4_xs,          0, 0,  1, 1,  1, 1,  0, 0) \
+    X(TQ1_0, tq1_0,            1, 8,  0, 0,  1, 1,  0, 0) \
+    X(TQ2_0, tq2_0,            1, 8,  0, 0,  1, 1,  0, 0) \
+    X(MXFP4, mxfp4,           12, 4,  0, 0,  4, 2,  0, 0) \
+    X(NVFP4, nvfp4,           12, 4,  0, 0,  4, 1,  0, 0) \
+    X(MXFP6_E2M3, mxfp6_e2m3,  0, 0,  0, 0,  0, 0,  0, 0)
+
+static bool rocq__interleaves(rocq_format format) {
+    switch (format) {
+#define ROCQ__X(NAME, name, raise, depth, vnni, vnni_512, at_once, last, interleaved, its_vnni) \
+    case ROCQ_##NAME: return interleaved;
+        ROCQ__MM_KERNELS(ROCQ__X)
+#undef ROCQ__X
+    default: return false;
+    }
+}
+
 // -- panels --
 
 // Any format with codes, through its decoder.
@@ -10821,7 +10870,7 @@ static void rocq__pack_int8(rocq__mm_pair *pair, const rocq__mm_rows *rows, int 
 #if ROCQ__HAS_AVX2
 // The same for AVX2, all rows at once: 16 bytes at the same place of each row turn into four
 // vectors that have bytes 4 j to 4 j + 3 of every row, which is how the codes lie in a panel. The
-// codes are then extracted from these, plus what ROCQ__MM_AVX2 lists, so that they are unsigned.
+// codes are then extracted from these, plus the raise of ROCQ__MM_KERNELS, so that they are unsigned.
 
 // Eight rows: their addresses; or, interleaved, a half of 16 rows. What is `ahead` bytes behind a
 // load of interleaved rows is prefetched with it, each cache line once for both halves: a block's
@@ -10943,7 +10992,8 @@ typedef struct rocq__sink {
     const int8_t *x;                // dot: codes of the column
     const rocq__mm_group *x_groups; // and its groups
     const rocq__mm_rows *rows;
-    bool has_min, raised, is_signed; // of the format: see ROCQ__MM_AVX2
+    bool has_min;
+    int offset;                     // dot: what is added to the codes, as rocq__mm.offset
     __m256i pairs[8], dot[8];       // running sums of the groups being decoded
     __m256 sum;
 } rocq__sink;
@@ -10978,7 +11028,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_avx2(rocq__sink *to, const 
         _mm256_store_si256(to->codes + 2 * at, v);
     } else if (depth < 0) {
         const __m256i zero = _mm256_setzero_si256();
-        if (to->is_signed) v = _mm256_xor_si256(v, _mm256_set1_epi8(-128)); // raised by 128
+        if (to->offset == 128) v = _mm256_xor_si256(v, _mm256_set1_epi8(-128));
         to->dot[i] = rocq__dpbusd_avx2(depth, q ? to->dot[i] : zero, v, four);
     } else {
         rocq__dot_4_avx2(&to->dot[i], &to->pairs[i], v, four, q, depth);
@@ -10992,8 +11042,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__end_groups_avx2(rocq__sink *to,
     ROCQ__UNROLL
     for (int i = 0; i < n; i++) {
         const rocq__mm_group *group = to->x_groups + first + i;
-        to->sum =
-            rocq__add_group_avx2(to->sum, to->dot[i], to->scale[first + i], group, to->raised);
+        to->sum = rocq__add_group_avx2(to->sum, to->dot[i], to->scale[first + i], group,
+                                       to->offset != 0);
         if (to->has_min) to->sum = rocq__add_min_avx2(to->sum, to->min[first + i], group);
     }
 }
@@ -12365,7 +12415,7 @@ ROCQ__BLOCK_AVX512(nvfp4) {
                     rocq__look_up_avx512(levels, v[1 + 2 * g + j % 2], j / 2 * 4, 15);
                 dot = rocq__dot_4_avx512(dot, w, to->x + 64 * b + 16 * g + 4 * j);
             }
-            const __m512i byte = _mm512_srli_epi32(_mm512_slli_epi32(v[0], 24 - 8 * g), 24);
+            const __m512i byte = _mm512_srli_epi32(_mm512_slli_epi32(v[0], 24 - 8 * (unsigned)g), 24);
             const __mmask16 some = _mm512_cmpneq_epi32_mask(byte, _mm512_set1_epi32(127));
             const __m512i half = _mm512_maskz_and_epi32(some, _mm512_slli_epi32(byte, 7),
                                                         _mm512_set1_epi32(127 << 7));
@@ -12376,91 +12426,6 @@ ROCQ__BLOCK_AVX512(nvfp4) {
     }
 }
 #undef ROCQ__BLOCK_AVX512
-
-// X(NAME, name, raise, depth). raise: what the decoders above add to the codes, so that they are
-// unsigned. depth: how many sums of two products may be added up in an int16 (rocq__dot_4_avx2): 2
-// for codes up to 63, 4 up to 31, 8 up to 15, but no more than a group has fours of codes; 0 for
-// codes that stay signed.
-#define ROCQ__MM_AVX2(X)    \
-    X(Q4_0, q4_0, 8, 8)     \
-    X(Q4_1, q4_1, 0, 8)     \
-    X(Q5_0, q5_0, 16, 4)    \
-    X(Q5_1, q5_1, 0, 4)     \
-    X(Q8_0, q8_0, 0, 0)     \
-    X(Q2_K, q2_K, 0, 4)     \
-    X(Q3_K, q3_K, 4, 4)     \
-    X(Q4_K, q4_K, 0, 8)     \
-    X(Q5_K, q5_K, 0, 4)     \
-    X(Q6_K, q6_K, 32, 2)    \
-    X(IQ4_NL, iq4_nl, 0, 0) \
-    X(IQ4_XS, iq4_xs, 0, 0) \
-    X(TQ1_0, tq1_0, 1, 8)   \
-    X(TQ2_0, tq2_0, 1, 8)   \
-    X(MXFP4, mxfp4, 12, 4)  \
-    X(NVFP4, nvfp4, 12, 4)  \
-    X(MXFP6_E2M3, mxfp6_e2m3, 0, 0)
-
-// The formats with a codebook: X(NAME, name, the kind of its entries, its name in rocq__books).
-#define ROCQ__MM_BOOK(X)                 \
-    X(IQ1_S, iq1_s, iq1, iq1)            \
-    X(IQ1_M, iq1_m, iq1, iq1)            \
-    X(IQ2_XXS, iq2_xxs, eights, iq2_xxs) \
-    X(IQ2_XS, iq2_xs, eights, iq2_xs)    \
-    X(IQ2_S, iq2_s, eights, iq2_s)       \
-    X(IQ3_XXS, iq3_xxs, fours, iq3_xxs)  \
-    X(IQ3_S, iq3_s, fours, iq3_s)
-
-// The formats whose pass is also compiled for the byte dot instruction: with 1024 rows of 1024 in
-// cache that is 1.15 to 1.5 times as fast (Sapphire Rapids). Other formats gain 12% at most, not
-// worth the time to compile them.
-#define ROCQ__MM_VNNI(X)    \
-    X(Q3_K, q3_K, 4, 4)     \
-    X(Q5_K, q5_K, 0, 4)     \
-    ROCQ__MM_VNNI_512(X)
-
-// Those of them that AVX-512 uses, too: for all rows, or for those that a wider pass leaves over
-// (ROCQ__MM_WIDE). Their codes are signed. These passes add 128 to each, to make them unsigned, and
-// what that adds to a sum is computed once for a column; AVX2's pass, which adds nothing, cannot
-// share it with them.
-#define ROCQ__MM_VNNI_512(X) \
-    X(Q8_0, q8_0, 0, 0)      \
-    X(IQ4_NL, iq4_nl, 0, 0)  \
-    X(IQ4_XS, iq4_xs, 0, 0)
-
-// The formats that 64-byte vectors decode into both panels of a pair at once, and those of
-// rocq__interleaves, so of all vectors.
-#define ROCQ__MM_FILL(X) \
-    X(Q4_0, q4_0, 8, 8)  \
-    X(Q8_0, q8_0, 0, 0)  \
-    X(Q4_K, q4_K, 0, 8)  \
-    X(Q5_K, q5_K, 0, 4)  \
-    X(Q6_K, q6_K, 32, 2)
-
-// Of these, the formats whose pass of interleaved rows is also compiled for AVX-VNNI: in cache Q8_0
-// gains 58% and Q4_0 10% (Emerald Rapids). The others, whose passes take longer to compile, gain 5
-// to 12%.
-#define ROCQ__MM_FILL_VNNI(X) \
-    X(Q4_0, q4_0, 8, 8)       \
-    X(Q8_0, q8_0, 0, 0)
-
-// The formats with a pass of 64-byte vectors for rows in the file's layout: how many blocks it
-// takes at a time, and how many at the end of a row, where fewer than that are left.
-#define ROCQ__MM_WIDE(X)    \
-    X(Q4_0, q4_0, 4, 2)     \
-    X(Q4_1, q4_1, 4, 1)     \
-    X(Q5_0, q5_0, 2, 2)     \
-    X(Q5_1, q5_1, 2, 1)     \
-    X(Q2_K, q2_K, 1, 1)     \
-    X(Q3_K, q3_K, 1, 1)     \
-    X(Q4_K, q4_K, 1, 1)     \
-    X(Q5_K, q5_K, 1, 1)     \
-    X(Q6_K, q6_K, 1, 1)     \
-    X(IQ4_NL, iq4_nl, 4, 2) \
-    X(IQ4_XS, iq4_xs, 1, 1) \
-    X(TQ1_0, tq1_0, 1, 1)   \
-    X(TQ2_0, tq2_0, 1, 1)   \
-    X(MXFP4, mxfp4, 4, 2)   \
-    X(NVFP4, nvfp4, 4, 1)
 
 // Prefetches `bytes` bytes, `at` bytes into each of n_rows rows: of every 64, once, however many
 // blocks they hold. The rows of a pair of panels are a stride apart.
@@ -12506,34 +12471,53 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_next(const rocq__mm_rows 
 
 typedef void (*rocq__block_avx2)(rocq__sink *to, const int depth, rocq__rows row, int64_t at);
 
-// block and all after it are constants where this is inlined. Interleaved, it multiplies a block of
-// each stream's 16 rows, eight at a time, then the next block of each; else eight rows.
+// offset: what the pass adds to the codes of the format.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__begin_pass_avx2(
+    rocq__sink *to, const rocq__mm_tile *tile, const rocq__mm_rows *rows,
+    const rocq__codec *codec, const int offset) {
+    to->x = rocq__tile_codes(tile, 0);
+    to->x_groups = rocq__tile_groups(tile, 0);
+    to->rows = rows;
+    to->has_min = codec->has_min;
+    to->offset = offset;
+    to->sum = _mm256_setzero_ps();
+}
+
+// Eight rows in the file's layout. block and all after it are constants where this is inlined.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows, rocq__block_avx2 block,
-    const rocq__codec *codec, const int raise, const bool is_signed, const int depth,
-    const bool interleaved) {
+    const rocq__codec *codec, const int offset, const int depth) {
     const int64_t bytes = codec->info.block_bytes;
+    float scale[16][ROCQ__MM_PAIR], min[16][ROCQ__MM_PAIR];
+    rocq__sink to;
+    to.scale = scale;
+    to.min = min;
+    rocq__begin_pass_avx2(&to, tile, rows, codec, offset);
+    for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
+        const rocq__rows from = {rows->at, NULL, 0, 0, false};
+        rocq__fetch_next(rows, at, bytes);
+        block(&to, depth, from, at);
+        to.x += codec->info.block_elems;
+        to.x_groups += codec->info.block_elems / codec->group;
+    }
+    _mm256_storeu_ps(sums, to.sum);
+}
+
+// Interleaved rows: a block of each stream's 16 rows, eight at a time, then the next block of each.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_interleaved_avx2(
+    float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows, rocq__block_avx2 block,
+    const rocq__codec *codec, const int offset, const int depth) {
+    const int64_t bytes = ROCQ__SIDE_BY_SIDE * codec->info.block_bytes;
     float scale[16][ROCQ__MM_PAIR], min[16][ROCQ__MM_PAIR];
     __m256 sum[ROCQ__MM_STREAMS][2];
     rocq__sink to;
     to.scale = scale;
     to.min = min;
-    to.x = rocq__tile_codes(tile, 0);
-    to.x_groups = rocq__tile_groups(tile, 0);
-    to.rows = rows;
-    to.has_min = codec->has_min;
-    to.is_signed = is_signed;
-    to.raised = raise > 0 || (is_signed && depth < 0);
-    to.sum = _mm256_setzero_ps();
-    for (int32_t i = 0; interleaved && i < rows->n_streams; i++) sum[i][0] = sum[i][1] = to.sum;
+    rocq__begin_pass_avx2(&to, tile, rows, codec, offset);
+    for (int32_t i = 0; i < rows->n_streams; i++) sum[i][0] = sum[i][1] = to.sum;
     for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
-        if (!interleaved) {
-            const rocq__rows from = {rows->at, NULL, 0, 0, false};
-            rocq__fetch_next(rows, at, bytes);
-            block(&to, depth, from, at);
-        }
-        for (int32_t i = 0; interleaved && i < rows->n_streams; i++) {
-            rocq__rows from = {NULL, rows->at[i] + ROCQ__SIDE_BY_SIDE * at, 0, rows->ahead, true};
+        for (int32_t i = 0; i < rows->n_streams; i++) {
+            rocq__rows from = {NULL, rows->at[i] + at, 0, rows->ahead, true};
             for (; from.half < 2; from.half++) {
                 to.sum = sum[i][from.half];
                 block(&to, depth, from, 0);
@@ -12543,8 +12527,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
         to.x += codec->info.block_elems;
         to.x_groups += codec->info.block_elems / codec->group;
     }
-    if (!interleaved) _mm256_storeu_ps(sums, to.sum);
-    for (int32_t i = 0; interleaved && i < rows->n_streams; i++) {
+    for (int32_t i = 0; i < rows->n_streams; i++) {
         _mm256_storeu_ps(sums + i * rows->apart, sum[i][0]);
         _mm256_storeu_ps(sums + i * rows->apart + ROCQ__MM_ROWS, sum[i][1]);
     }
@@ -12763,87 +12746,131 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
     }
 }
 
-#define ROCQ__X(NAME, name, raise, depth)                                                         \
+#define ROCQ__PACK(name, codec)                                                                   \
     ROCQ__TARGET_AVX2 static void rocq__pack_##name##_avx2(rocq__mm_pair *pair,                   \
                                                            const rocq__mm_rows *rows, int first) {\
-        rocq__pack_avx2(pair, rows, first, rocq__block_##name##_avx2, &rocq__codec_##name, false);\
-    }                                                                                             \
-    ROCQ__PASS(name, avx2, raise, depth, depth, false)
-#define ROCQ__PASS(name, tier, raise, depth_avx2, depth, interleaved)                             \
-    ROCQ__TARGET_AVX2 static void rocq__pass_##name##_##tier(                                     \
-        float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
-        rocq__pass_avx2(sums, tile, rows, rocq__block_##name##_avx2, &rocq__codec_##name, raise,  \
-                        depth_avx2 == 0, depth, interleaved);                                     \
+        rocq__pack_avx2(pair, rows, first, rocq__block_##name##_avx2, codec, false);              \
     }
-ROCQ__MM_AVX2(ROCQ__X)
-#undef ROCQ__X
-#define ROCQ__X(NAME, name, raise, depth) \
-    ROCQ__PASS(name, avx_vnni, raise, depth, ROCQ__AVX_VNNI, false)
-ROCQ__MM_VNNI(ROCQ__X)
-#undef ROCQ__X
-#define ROCQ__X(NAME, name, raise, depth) \
-    ROCQ__PASS(name, avx512_vnni, raise, depth, ROCQ__AVX512_VNNI, false)
-ROCQ__MM_VNNI_512(ROCQ__X)
-#undef ROCQ__X
-#define ROCQ__X(NAME, name, raise, depth)                                                         \
-    ROCQ__TARGET_AVX2 static void rocq__pack_##name##_interleaved_avx2(                           \
+#define ROCQ__PASS(pass, name, tier, codec, offset, depth)                                        \
+    ROCQ__TARGET_AVX2 static void rocq__##pass##_##name##_##tier(                                 \
+        float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
+        rocq__##pass##_avx2(sums, tile, rows, rocq__block_##name##_avx2, codec, offset, depth);   \
+    }
+#define ROCQ__PASS_AVX512(name, at_once, last)                                                    \
+    ROCQ__TARGET_AVX512 static void rocq__pass_##name##_avx512(                                   \
+        float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
+        rocq__pass_avx512(sums, tile, rows, rocq__block_##name##_avx512, &rocq__codec_##name,     \
+                          at_once, last);                                                         \
+    }
+#define ROCQ__OF_INTERLEAVED(name)                                                                   \
+    ROCQ__TARGET_AVX2 static void rocq__pack_interleaved_##name##_avx2(                           \
         rocq__mm_pair *pair, const rocq__mm_rows *rows) {                                         \
         for (int first = 0; first < ROCQ__MM_PAIR; first += ROCQ__MM_ROWS) {                      \
             rocq__pack_avx2(pair, rows, first, rocq__block_##name##_avx2, &rocq__codec_##name,    \
                             true);                                                                \
         }                                                                                         \
     }                                                                                             \
-    ROCQ__PASS(name, interleaved_avx2, raise, depth, depth, true)
-ROCQ__MM_FILL(ROCQ__X)
-#undef ROCQ__X
-#define ROCQ__X(NAME, name, raise, depth) \
-    ROCQ__PASS(name, interleaved_avx_vnni, raise, depth, ROCQ__AVX_VNNI, true)
-ROCQ__MM_FILL_VNNI(ROCQ__X)
-#undef ROCQ__PASS
-#undef ROCQ__X
-#define ROCQ__X(NAME, name, at_once, last)                                                    \
-    ROCQ__TARGET_AVX512 static void rocq__pass_##name##_avx512(                               \
-        float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                  \
-        rocq__pass_avx512(sums, tile, rows, rocq__block_##name##_avx512, &rocq__codec_##name, \
-                          at_once, last);                                                     \
-    }
-ROCQ__MM_WIDE(ROCQ__X)
-#undef ROCQ__X
-#define ROCQ__X(NAME, name, raise, depth)                                                     \
-    ROCQ__TARGET_AVX512 static void rocq__pack_##name##_avx512(rocq__mm_pair *pair,           \
-                                                               const rocq__mm_rows *rows) {   \
-        rocq__pack_avx512(pair, rows, rocq__fill_##name##_avx512, &rocq__codec_##name, false); \
-    }                                                                                         \
-    ROCQ__TARGET_AVX512 static void rocq__pack_##name##_interleaved_avx512(                   \
-        rocq__mm_pair *pair, const rocq__mm_rows *rows) {                                     \
-        rocq__pack_avx512(pair, rows, rocq__fill_##name##_avx512, &rocq__codec_##name, true); \
-    }                                                                                         \
-    ROCQ__TARGET_AVX512 static void rocq__pass_##name##_interleaved_avx512(                   \
-        float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                  \
-        rocq__pass_interleaved_avx512(sums, tile, rows, rocq__block_##name##_avx512,          \
-                                      &rocq__codec_##name);                                   \
-    }
-ROCQ__MM_FILL(ROCQ__X)
-#undef ROCQ__X
-
-#define ROCQ__ENTRIES(entry)                                                                      \
-    ROCQ__TARGET_AVX2 static void rocq__pack_##entry##_avx2(rocq__mm_pair *pair,                  \
-                                                            const rocq__mm_rows *rows,            \
-                                                            int first) {                          \
-        rocq__pack_avx2(pair, rows, first, rocq__block_##entry##_avx2, rows->codec, false);       \
+    ROCQ__TARGET_AVX512 static void rocq__pack_interleaved_##name##_avx512(                       \
+        rocq__mm_pair *pair, const rocq__mm_rows *rows) {                                         \
+        rocq__pack_avx512(pair, rows, rocq__fill_##name##_avx512, &rocq__codec_##name, true);     \
     }                                                                                             \
-    ROCQ__TARGET_AVX2 static void rocq__pass_##entry##_avx2(                                      \
+    ROCQ__TARGET_AVX512 static void rocq__pack_##name##_avx512(rocq__mm_pair *pair,               \
+                                                               const rocq__mm_rows *rows) {       \
+        rocq__pack_avx512(pair, rows, rocq__fill_##name##_avx512, &rocq__codec_##name, false);    \
+    }                                                                                             \
+    ROCQ__TARGET_AVX512 static void rocq__pass_interleaved_##name##_avx512(                       \
         float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
-        rocq__pass_avx2(sums, tile, rows, rocq__block_##entry##_avx2, rows->codec, 0, true, 0,    \
-                        false);                                                                   \
+        rocq__pass_interleaved_avx512(sums, tile, rows, rocq__block_##name##_avx512,              \
+                                      &rocq__codec_##name);                                       \
     }
-ROCQ__ENTRIES(eights)
-ROCQ__ENTRIES(fours)
-ROCQ__ENTRIES(iq1)
-#undef ROCQ__ENTRIES
 
-// The AVX-512 kernels that multiply several columns. is_signed: decoded codes may be negative.
-static void rocq__mm_choose_vnni(rocq__mm *mm, bool is_signed) {
+// What stands in the table's place of a kernel that there is, or that there is not.
+#define ROCQ__IF_0(kernel, none) none
+#define ROCQ__IF_1(kernel, none) kernel
+#define ROCQ__IF_2(kernel, none) kernel
+#define ROCQ__IF_4(kernel, none) kernel
+
+#define ROCQ__X(NAME, name, raise, depth, vnni, vnni_512, at_once, last, interleaved, its_vnni)   \
+    ROCQ__PACK(name, &rocq__codec_##name)                                                         \
+    ROCQ__PASS(pass, name, avx2, &rocq__codec_##name, raise, depth)                               \
+    ROCQ__IF_##vnni(ROCQ__PASS(pass, name, avx_vnni, &rocq__codec_##name,                         \
+                               depth == 0 ? 128 : raise, ROCQ__AVX_VNNI), )                       \
+    ROCQ__IF_##vnni_512(ROCQ__PASS(pass, name, avx512_vnni, &rocq__codec_##name,                  \
+                                   128, ROCQ__AVX512_VNNI), )                                     \
+    ROCQ__IF_##at_once(ROCQ__PASS_AVX512(name, at_once, last), )                                  \
+    ROCQ__IF_##interleaved(ROCQ__OF_INTERLEAVED(name)                                             \
+                           ROCQ__PASS(pass_interleaved, name, avx2, &rocq__codec_##name, raise,   \
+                                      depth), )                                                   \
+    ROCQ__IF_##its_vnni(ROCQ__PASS(pass_interleaved, name, avx_vnni, &rocq__codec_##name,         \
+                                   depth == 0 ? 128 : raise, ROCQ__AVX_VNNI), )
+ROCQ__MM_KERNELS(ROCQ__X)
+#undef ROCQ__X
+
+// The formats with a codebook, by the kind of its entries. Codes are signed.
+#define ROCQ__BOOK(entry)          \
+    ROCQ__PACK(entry, rows->codec) \
+    ROCQ__PASS(pass, entry, avx2, rows->codec, 0, 0)
+ROCQ__BOOK(eights)
+ROCQ__BOOK(fours)
+ROCQ__BOOK(iq1)
+#undef ROCQ__BOOK
+#undef ROCQ__PACK
+#undef ROCQ__PASS
+#undef ROCQ__PASS_AVX512
+#undef ROCQ__OF_INTERLEAVED
+
+// The kernels of a format; NULL where there is none.
+typedef struct rocq__mm_kernels {
+    rocq_format format;
+    int32_t raise, depth, last; // see ROCQ__MM_KERNELS
+    rocq__mm_pack pack;
+    rocq__mm_pack_pair pack_pair[2][2]; // [is w interleaved][has the processor AVX-512]
+    rocq__mm_pass pass[2][3];   // [is w interleaved], for AVX2, AVX-VNNI and AVX-512
+    rocq__mm_pass wide_pass;    // of both panels of a pair: AVX-512, the file's layout
+    rocq__take_book take_book;
+    size_t book;                // its place in rocq__books
+} rocq__mm_kernels;
+
+static const rocq__mm_kernels *rocq__mm_kernels_of(rocq_format format) {
+    static const rocq__mm_kernels all[] = {
+#define ROCQ__X(NAME, name, raise, depth, vnni, vnni_512, at_once, last, interleaved, its_vnni)   \
+    {ROCQ_##NAME, raise, depth, last, rocq__pack_##name##_avx2,                                   \
+     {{NULL, ROCQ__IF_##interleaved(rocq__pack_##name##_avx512, NULL)},                           \
+      {ROCQ__IF_##interleaved(rocq__pack_interleaved_##name##_avx2, NULL),                        \
+       ROCQ__IF_##interleaved(rocq__pack_interleaved_##name##_avx512, NULL)}},                    \
+     {{rocq__pass_##name##_avx2, ROCQ__IF_##vnni(rocq__pass_##name##_avx_vnni, NULL),             \
+       ROCQ__IF_##vnni_512(rocq__pass_##name##_avx512_vnni, NULL)},                               \
+      {ROCQ__IF_##interleaved(rocq__pass_interleaved_##name##_avx2, NULL),                        \
+       ROCQ__IF_##its_vnni(rocq__pass_interleaved_##name##_avx_vnni, NULL),                       \
+       ROCQ__IF_##interleaved(rocq__pass_interleaved_##name##_avx512, NULL)}},                    \
+     ROCQ__IF_##at_once(rocq__pass_##name##_avx512, NULL), NULL, 0},
+        ROCQ__MM_KERNELS(ROCQ__X)
+#undef ROCQ__X
+#define ROCQ__X(NAME, name, entry, of)                                                            \
+    {ROCQ_##NAME, 0, 0, 0, rocq__pack_##entry##_avx2, {{NULL, NULL}, {NULL, NULL}},               \
+     {{rocq__pass_##entry##_avx2, NULL, NULL}, {NULL, NULL, NULL}}, NULL,                         \
+     rocq__book_##name##_avx2, offsetof(rocq__books, of)},
+        ROCQ__X(IQ1_S, iq1_s, iq1, iq1)
+        ROCQ__X(IQ1_M, iq1_m, iq1, iq1)
+        ROCQ__X(IQ2_XXS, iq2_xxs, eights, iq2_xxs)
+        ROCQ__X(IQ2_XS, iq2_xs, eights, iq2_xs)
+        ROCQ__X(IQ2_S, iq2_s, eights, iq2_s)
+        ROCQ__X(IQ3_XXS, iq3_xxs, fours, iq3_xxs)
+        ROCQ__X(IQ3_S, iq3_s, fours, iq3_s)
+#undef ROCQ__X
+    };
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        if (all[i].format == format) return &all[i];
+    }
+    return NULL;
+}
+#undef ROCQ__IF_0
+#undef ROCQ__IF_1
+#undef ROCQ__IF_2
+#undef ROCQ__IF_4
+
+// AVX-512's dots, for any number of columns.
+static void rocq__mm_choose_dot_avx512(rocq__mm *mm) {
     if (mm->group == 32) {
         mm->dot = mm->has_min ? rocq__dot_pair_group32_min : rocq__dot_pair_group32;
         mm->wide_dot = mm->has_min ? rocq__dot_tile_group32_min : rocq__dot_tile_group32;
@@ -12851,125 +12878,44 @@ static void rocq__mm_choose_vnni(rocq__mm *mm, bool is_signed) {
         mm->dot = mm->has_min ? rocq__dot_pair_group16_min : rocq__dot_pair_group16;
         mm->wide_dot = mm->has_min ? rocq__dot_tile_group16_min : rocq__dot_tile_group16;
     }
-    mm->raise = is_signed;
-    if (is_signed) mm->offset = 128;
-    switch (mm->w->format) {
-#define ROCQ__X(NAME, name, raise, depth)                                         \
-    case ROCQ_##NAME:                                                             \
-        mm->pack_pair = mm->interleaved ? rocq__pack_##name##_interleaved_avx512 \
-                                         : rocq__pack_##name##_avx512;            \
-        break;
-        ROCQ__MM_FILL(ROCQ__X)
-#undef ROCQ__X
-    default: break;
-    }
-}
-
-// The kernels that read interleaved rows without AVX-512, or a lone column's with it.
-static void rocq__mm_choose_interleaved(rocq__mm *mm) {
-    switch (mm->w->format) {
-#define ROCQ__X(NAME, name, raise, depth)                                          \
-    case ROCQ_##NAME:                                                              \
-        if (!mm->pass) {                                                           \
-            if (!mm->avx512) mm->pack_pair = rocq__pack_##name##_interleaved_avx2; \
-            break;                                                                 \
-        }                                                                          \
-        if ((depth) == 0 && (mm->avx512 || mm->avx_vnni)) mm->offset = 128;        \
-        mm->wide_pass = mm->avx512 ? rocq__pass_##name##_interleaved_avx512        \
-                                   : rocq__pass_##name##_interleaved_avx2;         \
-        break;
-        ROCQ__MM_FILL(ROCQ__X)
-#undef ROCQ__X
-    default: break;
-    }
-    if (!mm->pass || mm->avx512 || !mm->avx_vnni) return;
-    switch (mm->w->format) {
-#define ROCQ__X(NAME, name, raise, depth) \
-    case ROCQ_##NAME: mm->wide_pass = rocq__pass_##name##_interleaved_avx_vnni; break;
-        ROCQ__MM_FILL_VNNI(ROCQ__X)
-#undef ROCQ__X
-    default: break;
-    }
 }
 #endif
 
+// mm is new or, a lone column's, planned once before, for a processor that can do more.
 static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     const rocq__codec *codec = rocq__codec_of(mm->w->format);
     mm->group = codec->group;
     mm->has_min = codec->has_min;
     mm->pack = rocq__pack_int8;
     mm->dot = rocq__dot_int8;
-    mm->wide_pass = NULL;
-    mm->wide_dot = NULL;
-    mm->pack_pair = NULL;
-    mm->raise = false;
     (void)books;
 #if ROCQ__HAS_NEON
     if (mm->simd) mm->dot = rocq__dot_int8_neon;
 #endif
 #if ROCQ__HAS_AVX2
-    if (!mm->simd) return;
-    int depth = 0;
-    switch (mm->w->format) {
-#define ROCQ__X(NAME, name, raise, depth_avx2) \
-    case ROCQ_##NAME:                          \
-        mm->offset = raise;                    \
-        depth = depth_avx2;                    \
-        mm->pack = rocq__pack_##name##_avx2;   \
-        mm->pass = rocq__pass_##name##_avx2;   \
-        break;
-        ROCQ__MM_AVX2(ROCQ__X)
-#undef ROCQ__X
-#define ROCQ__X(NAME, name, entry, of)            \
-    case ROCQ_##NAME:                             \
-        mm->take_book = rocq__book_##name##_avx2; \
-        mm->book = books->of;                     \
-        mm->pack = rocq__pack_##entry##_avx2;     \
-        mm->pass = rocq__pass_##entry##_avx2;     \
-        break;
-        ROCQ__MM_BOOK(ROCQ__X)
-#undef ROCQ__X
-    default: return;
-    }
-    mm->dot = rocq__dot_int8_for(mm->group, depth);
-    if (mm->n != 1) mm->pass = NULL;
-    if (mm->avx512 && !mm->pass) rocq__mm_choose_vnni(mm, depth == 0);
-    if (mm->interleaved) {
-        rocq__mm_choose_interleaved(mm);
+    const rocq__mm_kernels *kernels = rocq__mm_kernels_of(mm->w->format);
+    if (!mm->simd || !kernels) return;
+    const bool is_signed = kernels->depth == 0;
+    const rocq__mm_pass *pass = kernels->pass[mm->interleaved];
+    mm->offset = kernels->raise;
+    mm->take_book = kernels->take_book;
+    mm->book = (const char *)books + kernels->book;
+    mm->pack = kernels->pack;
+    mm->dot = rocq__dot_int8_for(mm->group, kernels->depth);
+    if (mm->n != 1) {
+        mm->pack_pair = kernels->pack_pair[mm->interleaved][mm->avx512];
+        if (!mm->avx512) return;
+        rocq__mm_choose_dot_avx512(mm);
+        mm->raise = is_signed;
+        if (is_signed) mm->offset = 128;
         return;
     }
-    if (!mm->pass) return;
-    switch (mm->w->format) {
-#define ROCQ__X(NAME, name, raise, depth)        \
-    case ROCQ_##NAME:                            \
-        if (!mm->avx_vnni) break;                \
-        mm->offset = (depth) == 0 ? 128 : raise; \
-        mm->pass = rocq__pass_##name##_avx_vnni; \
-        break;
-        ROCQ__MM_VNNI(ROCQ__X)
-#undef ROCQ__X
-    default: break;
-    }
-    switch (mm->w->format) {
-#define ROCQ__X(NAME, name, raise, depth)           \
-    case ROCQ_##NAME:                               \
-        if (!mm->avx512) break;                     \
-        mm->offset = 128;                           \
-        mm->pass = rocq__pass_##name##_avx512_vnni; \
-        break;
-        ROCQ__MM_VNNI_512(ROCQ__X)
-#undef ROCQ__X
-    default: break;
-    }
-    switch (mm->w->format) {
-#define ROCQ__X(NAME, name, at_once, last)                                         \
-    case ROCQ_##NAME:                                                              \
-        if (!mm->avx512 || mm->w->ne[0] % (last * codec->info.block_elems)) break; \
-        mm->wide_pass = rocq__pass_##name##_avx512;                                \
-        break;
-        ROCQ__MM_WIDE(ROCQ__X)
-#undef ROCQ__X
-    default: break;
+    mm->pass = mm->avx512 && pass[2] ? pass[2] : mm->avx_vnni && pass[1] ? pass[1] : pass[0];
+    if (is_signed && mm->pass != pass[0]) mm->offset = 128;
+    mm->wide_pass = mm->interleaved ? mm->pass : NULL;
+    if (mm->avx512 && !mm->interleaved && kernels->wide_pass &&
+        mm->w->ne[0] % (kernels->last * codec->info.block_elems) == 0) {
+        mm->wide_pass = kernels->wide_pass;
     }
 #endif
 }
@@ -13711,18 +13657,12 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
     }
 }
 
+#undef ROCQ__MM_KERNELS
 #if ROCQ__HAS_AVX2
 #undef ROCQ__UNROLL_PARTS
 #undef ROCQ__KEEP_ORDER
 #undef ROCQ__KEEP_512
 #undef ROCQ__KEEP_ADDRESS
-#undef ROCQ__MM_BOOK
-#undef ROCQ__MM_VNNI
-#undef ROCQ__MM_VNNI_512
-#undef ROCQ__MM_FILL
-#undef ROCQ__MM_FILL_VNNI
-#undef ROCQ__MM_WIDE
-#undef ROCQ__MM_AVX2
 #endif
 
 // ---------------------------------------------------------------------------------------------
