@@ -6169,47 +6169,56 @@ static void rocq__decode_mxfp6_e3m2(const void *block, float *dst) {
     for (int32_t i = 0; i < 32; i++) dst[i] = scale * (float)rocq__fp6(q[i], 2);
 }
 
-// The codecs: unpack, pack, group, has_min, mx_bits, grid.
-#define ROCQ__PAIR(name) rocq__unpack_##name, rocq__pack_##name
-#define ROCQ__NO_GRID {0, 0, 0, 0, NULL, 0, 0, 0, 0}
-#define ROCQ__CODEC_F32 NULL, NULL, 1, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_F16 NULL, NULL, 1, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_BF16 NULL, NULL, 1, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_Q4_0 ROCQ__PAIR(q4_0), 32, false, 0, {32, 32, -8, 7, NULL, 1, 1, 0, 0}
-#define ROCQ__CODEC_Q4_1 ROCQ__PAIR(q4_1), 32, true, 0, {32, 32, 0, 15, NULL, 1, 1, -1, -1}
-#define ROCQ__CODEC_Q5_0 ROCQ__PAIR(q5_0), 32, false, 0, {32, 32, -16, 15, NULL, 1, 1, 0, 0}
-#define ROCQ__CODEC_Q5_1 ROCQ__PAIR(q5_1), 32, true, 0, {32, 32, 0, 31, NULL, 1, 1, -1, -1}
-#define ROCQ__CODEC_Q8_0 ROCQ__PAIR(q8_0), 32, false, 0, {32, 32, -128, 127, NULL, 1, 1, 0, 0}
-#define ROCQ__CODEC_Q2_K ROCQ__PAIR(q2_K), 16, true, 0, {256, 16, 0, 3, NULL, 0, 15, 0, 15}
-#define ROCQ__CODEC_Q3_K ROCQ__PAIR(q3_K), 16, false, 0, {256, 16, -4, 3, NULL, -32, 31, 0, 0}
-#define ROCQ__CODEC_Q4_K ROCQ__PAIR(q4_K), 32, true, 0, {256, 32, 0, 15, NULL, 0, 63, 0, 63}
-#define ROCQ__CODEC_Q5_K ROCQ__PAIR(q5_K), 32, true, 0, {256, 32, 0, 31, NULL, 0, 63, 0, 63}
-#define ROCQ__CODEC_Q6_K ROCQ__PAIR(q6_K), 16, false, 0, {256, 16, -32, 31, NULL, -128, 127, 0, 0}
-#define ROCQ__CODEC_IQ4_NL \
-    ROCQ__PAIR(iq4_nl), 32, false, 0, {32, 32, 0, 0, rocq__iq4_levels, 1, 1, 0, 0}
-#define ROCQ__CODEC_IQ4_XS \
-    ROCQ__PAIR(iq4_xs), 32, false, 0, {256, 32, 0, 0, rocq__iq4_levels, -32, 31, 0, 0}
-#define ROCQ__CODEC_IQ2_XXS rocq__unpack_iq2_xxs, NULL, 32, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_IQ2_XS rocq__unpack_iq2_xs, NULL, 16, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_IQ3_XXS rocq__unpack_iq3_xxs, NULL, 32, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_IQ1_S rocq__unpack_iq1_s, NULL, 32, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_IQ3_S rocq__unpack_iq3_s, NULL, 32, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_IQ2_S rocq__unpack_iq2_s, NULL, 16, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_IQ1_M rocq__unpack_iq1_m, NULL, 16, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_TQ1_0 rocq__unpack_tq1_0, NULL, 32, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_TQ2_0 rocq__unpack_tq2_0, NULL, 32, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_MXFP4 rocq__unpack_mxfp4, NULL, 32, false, 1, ROCQ__NO_GRID
-#define ROCQ__CODEC_NVFP4 rocq__unpack_nvfp4, NULL, 16, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_MXFP6_E2M3 rocq__unpack_mxfp6_e2m3, NULL, 32, false, 3, ROCQ__NO_GRID
-#define ROCQ__CODEC_MXFP6_E3M2 NULL, NULL, 32, false, 2, ROCQ__NO_GRID
-
-#define ROCQ_X(NAME, name, id, elems, bytes)                                      \
-    static const rocq__codec rocq__codec_##name = {                               \
-        {#NAME, elems, bytes, 8.0f * (bytes) / (elems)}, ROCQ__CODEC_##NAME};
-ROCQ_FORMATS(ROCQ_X)
+// The codecs. What a codec's grid repeats of it stands here once, and sizes only in ROCQ_FORMATS.
+enum {
+#define ROCQ_X(NAME, name, id, elems, bytes) ROCQ__ELEMS_##name = elems, ROCQ__BYTES_##name = bytes,
+    ROCQ_FORMATS(ROCQ_X) ROCQ_X(I8, i8, ROCQ_I8, 1, 1) ROCQ_X(I32, i32, ROCQ_I32, 1, 4)
 #undef ROCQ_X
-static const rocq__codec rocq__codec_i8 = {{"I8", 1, 1, 8.0f}, ROCQ__CODEC_F32};
-static const rocq__codec rocq__codec_i32 = {{"I32", 1, 4, 32.0f}, ROCQ__CODEC_F32};
+};
+#define ROCQ__CODEC(NAME, name, unpack, pack, group, mx_bits, q_lo, q_hi, table, sc_lo, sc_hi,    \
+                    mn_lo, mn_hi)                                                                 \
+    static const rocq__codec rocq__codec_##name = {                                               \
+        {#NAME, ROCQ__ELEMS_##name, ROCQ__BYTES_##name,                                           \
+         8.0f * (float)ROCQ__BYTES_##name / (float)ROCQ__ELEMS_##name},                           \
+        unpack, pack, group, (mn_lo) != 0 || (mn_hi) != 0, mx_bits,                               \
+        {ROCQ__ELEMS_##name, group, q_lo, q_hi, table, sc_lo, sc_hi, mn_lo, mn_hi}};
+
+// Those that are encoded on a grid: group, then the members of rocq__grid from q_lo on.
+#define ROCQ__X(NAME, name, group, ...) \
+    ROCQ__CODEC(NAME, name, rocq__unpack_##name, rocq__pack_##name, group, 0, __VA_ARGS__)
+ROCQ__X(Q4_0, q4_0,     32,   -8,   7, NULL,                1,   1,  0,  0)
+ROCQ__X(Q4_1, q4_1,     32,    0,  15, NULL,                1,   1, -1, -1)
+ROCQ__X(Q5_0, q5_0,     32,  -16,  15, NULL,                1,   1,  0,  0)
+ROCQ__X(Q5_1, q5_1,     32,    0,  31, NULL,                1,   1, -1, -1)
+ROCQ__X(Q8_0, q8_0,     32, -128, 127, NULL,                1,   1,  0,  0)
+ROCQ__X(Q2_K, q2_K,     16,    0,   3, NULL,                0,  15,  0, 15)
+ROCQ__X(Q3_K, q3_K,     16,   -4,   3, NULL,              -32,  31,  0,  0)
+ROCQ__X(Q4_K, q4_K,     32,    0,  15, NULL,                0,  63,  0, 63)
+ROCQ__X(Q5_K, q5_K,     32,    0,  31, NULL,                0,  63,  0, 63)
+ROCQ__X(Q6_K, q6_K,     16,  -32,  31, NULL,             -128, 127,  0,  0)
+ROCQ__X(IQ4_NL, iq4_nl, 32,    0,   0, rocq__iq4_levels,    1,   1,  0,  0)
+ROCQ__X(IQ4_XS, iq4_xs, 32,    0,   0, rocq__iq4_levels,  -32,  31,  0,  0)
+#undef ROCQ__X
+// The others: group, mx_bits.
+#define ROCQ__X(NAME, name, unpack, group, mx_bits) \
+    ROCQ__CODEC(NAME, name, unpack, NULL, group, mx_bits, 0, 0, NULL, 0, 0, 0, 0)
+ROCQ__X(F32, f32, NULL, 1, 0) ROCQ__X(F16, f16, NULL, 1, 0) ROCQ__X(BF16, bf16, NULL, 1, 0)
+ROCQ__X(I8, i8, NULL, 1, 0) ROCQ__X(I32, i32, NULL, 1, 0)
+ROCQ__X(IQ2_XXS, iq2_xxs, rocq__unpack_iq2_xxs,          32, 0)
+ROCQ__X(IQ2_XS, iq2_xs, rocq__unpack_iq2_xs,             16, 0)
+ROCQ__X(IQ3_XXS, iq3_xxs, rocq__unpack_iq3_xxs,          32, 0)
+ROCQ__X(IQ1_S, iq1_s, rocq__unpack_iq1_s,                32, 0)
+ROCQ__X(IQ3_S, iq3_s, rocq__unpack_iq3_s,                32, 0)
+ROCQ__X(IQ2_S, iq2_s, rocq__unpack_iq2_s,                16, 0)
+ROCQ__X(IQ1_M, iq1_m, rocq__unpack_iq1_m,                16, 0)
+ROCQ__X(TQ1_0, tq1_0, rocq__unpack_tq1_0,                32, 0)
+ROCQ__X(TQ2_0, tq2_0, rocq__unpack_tq2_0,                32, 0)
+ROCQ__X(MXFP4, mxfp4, rocq__unpack_mxfp4,                32, 1)
+ROCQ__X(NVFP4, nvfp4, rocq__unpack_nvfp4,                16, 0)
+ROCQ__X(MXFP6_E2M3, mxfp6_e2m3, rocq__unpack_mxfp6_e2m3, 32, 3)
+ROCQ__X(MXFP6_E3M2, mxfp6_e3m2, NULL,                    32, 2)
+#undef ROCQ__X
+#undef ROCQ__CODEC
 
 // Whether this file can write a format, not only read it.
 static inline bool rocq__is_encoded(const rocq__codec *codec) {
@@ -6922,12 +6931,12 @@ ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *s
 
 // -- ROCQ_LAYOUT_INTERLEAVED --
 // Rows are stored in groups of 16: first block 0 of all 16 rows, then block 1 of all 16, and so on.
-// Within such 16 blocks the bytes are transposed in pieces of four: piece 0 of every row, then
-// piece 1 of every row. So a 64-byte vector is loaded with one piece of each row, a row in each
-// 32-bit lane, without shuffles, and a vector of 32 bytes with one of eight rows. A block whose
-// size is no multiple of four has one piece of two bytes, its F16 scale d: the first piece in Q4_0
-// and Q8_0, the last in Q6_K. The piece that begins `at` bytes into a row's block begins 16 * at
-// bytes into the 16 blocks. Of Q4_0:
+// Within such 16 blocks the bytes are transposed in words of four bytes: word 0 of every row, then
+// word 1 of every row. So a 64-byte vector is loaded with one word of each row, a row in each
+// 32-bit lane, without shuffles, and a vector of 32 bytes with one word of each of eight rows. A
+// block whose size is no multiple of four has one word of two bytes, its F16 scale d: the first
+// word in Q4_0 and Q8_0, the last in Q6_K. The word that begins `at` bytes into a row's block
+// begins 16 * at bytes into the 16 blocks. Of Q4_0:
 //
 //     bytes  0 .. 31           32 .. 95                                96 .. 159
 //            d of rows 0 .. 15 bytes 2 .. 5 of row 0, of row 1, ... 15  bytes 6 .. 9 of row 0, ...
@@ -6947,8 +6956,8 @@ static int64_t rocq__group_bytes(const rocq_tensor *t) {
     return ROCQ__SIDE_BY_SIDE * (t->ne[0] / info->block_elems) * info->block_bytes;
 }
 
-// Bytes of the piece that begins `at` bytes into a block.
-static inline int64_t rocq__piece_bytes(const rocq__codec *codec, int64_t at) {
+// Bytes of the word that begins `at` bytes into a block.
+static inline int64_t rocq__word_bytes(const rocq__codec *codec, int64_t at) {
     const int64_t bytes = codec->info.block_bytes;
     const bool first = bytes % 4 != 0 && codec->info.block_elems == 32; // its d comes first
     return (first && at == 0) || bytes - at < 4 ? 2 : 4;
@@ -6960,7 +6969,7 @@ static void rocq__interleave(unsigned char *dst, const unsigned char *row, int64
     const int64_t bytes = codec->info.block_bytes;
     for (int64_t b = 0; b < n_blocks; b++, row += bytes) {
         for (int64_t at = 0, n; at < bytes; at += n, dst += ROCQ__SIDE_BY_SIDE * n) {
-            n = rocq__piece_bytes(codec, at);
+            n = rocq__word_bytes(codec, at);
             for (int64_t r = 0; n == 4 && r < ROCQ__SIDE_BY_SIDE; r++) {
                 memcpy(dst + 4 * r, row + r * stride + at, 4);
             }
@@ -6981,7 +6990,7 @@ static void rocq__row_interleaved(unsigned char *dst, const rocq_tensor *t, int6
     src += (row - r) * row_bytes + ROCQ__SIDE_BY_SIDE * first * bytes;
     for (int64_t b = 0; b < n_blocks; b++, src += ROCQ__SIDE_BY_SIDE * bytes) {
         for (int64_t at = 0, n; at < bytes; at += n, dst += n) {
-            n = rocq__piece_bytes(codec, at);
+            n = rocq__word_bytes(codec, at);
             memcpy(dst, src + ROCQ__SIDE_BY_SIDE * at + n * r, (size_t)n);
         }
     }
@@ -9917,7 +9926,7 @@ static ROCQ__SIMD void rocq__multiply_simd(float *x, const float *y, int64_t n) 
 // ---------------------------------------------------------------------------------------------
 // >>cpu_matmul
 // ---------------------------------------------------------------------------------------------
-// The same three steps for every format, precision and n:
+// A product has three steps, whatever the format of w, the precision and n are:
 //   1. each column of x is converted once, into scratch memory: to F32, or to int8 blocks of 32;
 //   2. w is decoded eight rows (a panel) and one segment of K at a time, into a buffer that stays
 //      in L1, and multiplied there with every column of a tile. INT8 takes two panels (a pair) at
@@ -10012,7 +10021,7 @@ typedef struct rocq__mm_rows {
 // Decodes the rows into rows first to first + 7 of the pair.
 typedef void (*rocq__mm_pack)(rocq__mm_pair *pair, const rocq__mm_rows *rows, int first);
 
-// The same for all rows of the pair, which are `stride` bytes apart.
+// Decodes all rows of the pair, which are `stride` bytes apart.
 typedef void (*rocq__mm_pack_pair)(rocq__mm_pair *pair, const rocq__mm_rows *rows);
 
 // Writes the sums of the rows, which are decoded and multiplied with a single column without a
@@ -10127,7 +10136,7 @@ ROCQ__TARGET_AVX2 static float rocq__quantize_32_avx2(int8_t *code, const float 
 }
 #endif
 
-// Of 16 codes each.
+// The sums of codes 0 to 15 and of codes 16 to 31.
 static void rocq__sum_halves(int32_t sums[2], const int8_t *code) {
     for (int h = 0; h < 2; h++) {
         sums[h] = 0;
@@ -10239,7 +10248,7 @@ static inline const rocq__mm_group *rocq__tile_groups(const rocq__mm_tile *tile,
     return (const rocq__mm_group *)groups;
 }
 
-// Scalar reference of the int8 dot, and of the layout it reads.
+// The int8 dot (rocq__mm_dot) in portable C. It shows the layout that all of them read.
 static void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile) {
     const rocq__mm_pair *pair = tile->pairs;
     for (int64_t c = 0; c < tile->n; c++) {
@@ -10318,10 +10327,11 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__add_min_avx2(__m256 sum, cons
     return _mm256_fnmadd_ps(_mm256_loadu_ps(min), _mm256_set1_ps(group->sum), sum);
 }
 
-// A vector holds four codes of each row of a panel, so a lane of the sums is a row. Both panels of
-// a pair by n_columns: the fewest loads that the registers allow. Columns past the last one are the
-// last one again, and add to sums that nobody reads. n_columns, quads and depth are constants where
-// this is inlined.
+// Multiplies both panels of a pair with n_columns, from column `first` on. A vector holds four
+// codes of each row of a panel, so a lane of the sums is a row. n_columns is as large as the
+// registers allow, so that the codes of w are loaded as seldom as possible. Columns past the last
+// one are the last one again, and add to sums that nobody reads. n_columns, quads and depth are
+// constants where this is inlined.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile, int64_t first, const int n_columns,
     const int quads, const int depth) {
@@ -10374,11 +10384,13 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
     }
 }
 
-// The same with AVX-512 VNNI: a vector holds four codes of each row of a pair, and one instruction
-// adds four products. Signed codes have been raised by 128 (rocq__mm.raise). A core multiplies
-// two vectors in the time of one load of 64 bytes, so n_pairs and n_columns are such that few loads
-// feed many multiplications: the four pairs of a tile by three columns take seven loads for twelve,
-// and 29 registers. A lone pair, of the last rows, is multiplied with eight columns.
+// Multiplies n_pairs with n_columns, with AVX-512 VNNI: a vector holds four codes of each row of a
+// pair, and one instruction adds four products. 128 has been added to signed codes
+// (rocq__mm.raise), which the group's offset subtracts again. All from n_pairs on are constants. A
+// core multiplies two vectors in the time of one load of 64 bytes, so n_pairs and n_columns are
+// such that few loads feed many multiplications: the four pairs of a tile by three columns take
+// seven loads for twelve, and 29 registers. A lone pair, of the last rows, is multiplied with eight
+// columns.
 ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_columns_vnni(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile, int64_t first, const int n_pairs,
     const int n_columns, const int quads, const bool has_min) {
@@ -10448,8 +10460,9 @@ ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_columns_vnni(
     }
 }
 
-// One pair by eight columns or two, and four pairs by three or two. Where columns are missing (up
-// to three of eight, or one of two) the last is multiplied again, into sums that nobody reads.
+// dot_pair multiplies one pair with eight columns at a time, or two; dot_tile multiplies four pairs
+// with three or two. Where columns are missing (up to three of eight, or one of two) the last is
+// multiplied again, into sums that nobody reads.
 #define ROCQ__DOT_VNNI(name, quads, has_min)                                                      \
     ROCQ__TARGET_AVX512 static void rocq__dot_pair_##name(float (*sums)[ROCQ__MM_TILE_M],         \
                                                           const rocq__mm_tile *tile) {            \
@@ -10486,8 +10499,8 @@ ROCQ__TARGET_AVX512 static void rocq__raise_codes(rocq__mm_pair *pair, int64_t k
     }
 }
 
-// Four columns at a time, and the last one or two as a pair. Where a column is missing, the last is
-// multiplied again (rocq__dot_columns_avx2).
+// Multiplies a pair of panels with four columns at a time, and with the last one or two as two.
+// Where a column is missing, the last is multiplied again (rocq__dot_columns_avx2).
 #define ROCQ__DOT_INT8(name, quads, depth)                                                        \
     ROCQ__TARGET_AVX2 static void rocq__dot_int8_##name(float (*sums)[ROCQ__MM_TILE_M],           \
                                                         const rocq__mm_tile *tile) {              \
@@ -10705,9 +10718,10 @@ ROCQ__DOT_ROW(bf16, BF16)
 #undef ROCQ__DOT_ROW
 
 #if ROCQ__HAS_AVX2
-// The same in vectors of 64 bytes, with the same bits: eight floats of two rows, by the same eight
-// of a column twice. With six columns 24 of 32 registers are sums, and ten loads feed 24
-// multiplications. eights, a constant: the panel is F32 at rows->at[0], [k / 8][row][8].
+// rocq__dot_float in vectors of 64 bytes, with the same bits. A vector holds eight floats of each
+// of two rows, and is multiplied with eight floats of a column, which another holds twice. With six
+// columns 24 of 32 registers are sums, and ten loads feed 24 multiplications. eights, a constant:
+// the panel is F32 at rows->at[0], [k / 8][row][8].
 ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_panel(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows, const rocq_format format, int64_t k,
     const float *x, int64_t column_floats, const int n_columns, bool fetch, const bool eights) {
@@ -10795,27 +10809,28 @@ ROCQ__SIMD static void rocq__decode_eights(float *dst, rocq_format format,
 
 // -- which kernels a format has --
 
-// X(NAME, name, raise, depth, vnni, vnni_512, at_once, last, interleaved, interleaved_vnni): the
-// int8 formats without a codebook and their kernels for x86. All have a pack and a pass for AVX2.
+// The int8 formats without a codebook, and their kernels for x86. All have a pack and a pass for
+// AVX2. X(NAME, name, raise, depth, vnni, vnni_512, at_once, last, interleaved, its_vnni):
 //
-//   raise     what AVX2's decoders add to the codes, so that they are unsigned
-//   depth     how many sums of two products may be added up in an int16 (rocq__dot_4_avx2): 2 for
-//             codes up to 63, 4 up to 31, 8 up to 15, but no more than a group has fours of codes;
-//             0 for codes that stay signed
-//   vnni      1: AVX2's pass is also compiled for the byte dot instruction of AVX-VNNI. With 1024
-//             rows of 1024 in cache that is 1.15 to 1.5 times as fast (Sapphire Rapids). The other
-//             formats gain 12% at most, which is not worth the time to compile them.
-//   vnni_512  1: and for that of AVX-512, where it takes all rows, or those that the pass of 64-byte
-//             vectors leaves over. Codes are signed. These passes add 128 to each, to make them
-//             unsigned, and the column has what that adds to its sums (rocq__mm.offset).
-//   at_once,  a pass of 64-byte vectors for rows in the file's layout takes so many blocks at a
-//   last      time, and so many at the end of a row, where fewer than that are left; 0: there is none
-//   interleaved   1: the format has ROCQ_LAYOUT_INTERLEAVED, and for it a pack and a pass for AVX2
-//             and for AVX-512. AVX-512 also decodes both panels of a pair at once from rows in the
-//             file's layout.
-//   interleaved_vnni   1: that pass for AVX2 is also compiled for AVX-VNNI: in cache Q8_0 gains 58%
-//             and Q4_0 10% (Emerald Rapids). The other formats, whose passes take longer to compile,
-//             gain 5 to 12%.
+//   raise        what AVX2's decoders add to the codes, so that they are unsigned
+//   depth        how many sums of two products may be added up in an int16 (rocq__dot_4_avx2): 2
+//                for codes up to 63, 4 up to 31, 8 up to 15, but no more than a group has fours of
+//                codes; 0 for codes that stay signed
+//   vnni         1: AVX2's pass is also compiled for the byte dot instruction of AVX-VNNI. With
+//                1024 rows of 1024 in cache that is 1.15 to 1.5 times as fast (Sapphire Rapids).
+//                Other formats gain 12% at most, not worth the time to compile them
+//   vnni_512     1: and also for that of AVX-512, for all rows, or for those that a pass of 64-byte
+//                vectors leaves over. The codes are signed. Passes with that instruction add 128 to
+//                them, to make them unsigned, and what that adds to a sum is computed once for a
+//                column; AVX2's pass, which adds nothing, cannot use a column made for these
+//   at_once,     how many blocks a pass of 64-byte vectors takes at a time from rows in the file's
+//   last         layout, and how many at the end of a row, where fewer are left; 0: no such pass
+//   interleaved  1: the format has ROCQ_LAYOUT_INTERLEAVED, with a pack and a pass for AVX2 and for
+//                AVX-512. AVX-512 then also packs both panels of a pair at once from rows in the
+//                file's layout
+//   its_vnni     1: AVX2's pass of interleaved rows is also compiled for AVX-VNNI: in cache Q8_0
+//                gains 58% and Q4_0 10% (Emerald Rapids). The others, whose passes take longer to
+//                compile, gain 5 to 12%
 #define ROCQ__MM_KERNELS(X)                               \
     X(Q4_0, q4_0,              8, 8,  0, 0,  4, 2,  1, 1) \
     X(Q4_1, q4_1,              0, 8,  0, 0,  4, 1,  0, 0) \
@@ -10847,7 +10862,7 @@ static bool rocq__interleaves(rocq_format format) {
 
 // -- panels --
 
-// Any format with codes, through its decoder.
+// Decodes eight rows of any format with codes into a panel, by unpacking block by block.
 static void rocq__pack_int8(rocq__mm_pair *pair, const rocq__mm_rows *rows, int first) {
     const rocq__codec *codec = rows->codec;
     const int64_t elems = codec->info.block_elems, n_groups = elems / codec->group;
@@ -10868,17 +10883,17 @@ static void rocq__pack_int8(rocq__mm_pair *pair, const rocq__mm_rows *rows, int 
 }
 
 #if ROCQ__HAS_AVX2
-// The same for AVX2, all rows at once: 16 bytes at the same place of each row turn into four
+// AVX2 decodes all eight rows at once: 16 bytes at the same place of each row turn into four
 // vectors that have bytes 4 j to 4 j + 3 of every row, which is how the codes lie in a panel. The
-// codes are then extracted from these, plus the raise of ROCQ__MM_KERNELS, so that they are unsigned.
+// codes are then extracted from these, plus the format's raise (ROCQ__MM_KERNELS).
 
-// Eight rows: their addresses; or, interleaved, a half of 16 rows. What is `ahead` bytes behind a
-// load of interleaved rows is prefetched with it, each cache line once for both halves: a block's
-// lines all at once would be more than the processor can wait for at a time.
+// The eight rows that are decoded: in the file's layout, or a half of 16 interleaved rows. A load
+// of interleaved rows prefetches what lies `ahead` bytes after it, each cache line once for both
+// halves. To prefetch all lines of a block at once would be more than the processor can wait for.
 typedef struct rocq__rows {
-    const unsigned char *const *row;
-    const unsigned char *sixteen;
-    int64_t half; // 0 or 1
+    const unsigned char *const *row; // the file's layout: the address of each
+    const unsigned char *sixteen;    // interleaved: the address of the 16 blocks,
+    int64_t half;                    // and 0 for the first eight rows, 1 for the others
     int64_t ahead;
     bool interleaved; // a constant where all this is inlined
 } rocq__rows;
@@ -10932,7 +10947,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__bits_avx2(__m256i v, const i
     return _mm256_and_si256(moved, _mm256_set1_epi8((char)mask));
 }
 
-// Two bit fields of different bytes as one.
+// A bit field of each byte of a, joined with one of b, which is shifted beside it.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__join_avx2(__m256i a, const int shift_a,
                                                               const int mask_a, __m256i b,
                                                               const int shift_b, const int mask_b) {
@@ -10948,7 +10963,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__halves_avx2(__m256i v) {
     return _mm256_cvtph_ps(_mm_packus_epi32(lo, hi));
 }
 
-// The F16 at the same place of each row; of interleaved rows it is a piece of its own.
+// The F16 at the same place of each row. In interleaved rows it is a word of two bytes.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__scales_of_rows_avx2(rocq__rows rows,
                                                                        int64_t at) {
     uint16_t half[ROCQ__MM_ROWS];
@@ -10964,7 +10979,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__scales_of_rows_avx2(rocq__row
         (int16_t)half[5], (int16_t)half[6], (int16_t)half[7]));
 }
 
-// d times byte i of each lane, unsigned less offset.
+// d times (byte i of each lane, as an unsigned number, less offset).
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_scale_avx2(float *dst, __m256 d, __m256i bytes,
                                                                 const int i, const int offset) {
     const int zeros = (int)0x80808000u; // a zero in place of each of the upper three bytes
@@ -11017,8 +11032,9 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__dpbusd_avx2(const int depth,
     return sum;
 }
 
-// Takes codes 4 q to 4 q + 3 of group first + i; a group has 4 * quads codes. A decoder works on at
-// most eight groups side by side, from first on, and passes the codes of each in order.
+// Stores codes 4 q to 4 q + 3 of group first + i of each row in the panel, or adds their products
+// to the group's sums. A group has 4 * quads codes. A decoder works on at most eight groups side by
+// side, from `first` on, and passes the codes of each in order.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_avx2(rocq__sink *to, const int depth,
                                                           int64_t first, const int i,
                                                           const int quads, const int q, __m256i v) {
@@ -11035,7 +11051,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_avx2(rocq__sink *to, const 
     }
 }
 
-// Ends n groups: their products are added in order.
+// Adds the products of groups first to first + n - 1, which are complete, to the sum, in order.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__end_groups_avx2(rocq__sink *to, const int depth,
                                                                  int64_t first, const int n) {
     if (depth == ROCQ__PANEL) return;
@@ -11067,7 +11083,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__take_halves_avx2(__m256i out[8]
     }
 }
 
-// A group of 32.
+// Puts all 32 codes of a group and ends it.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_8_avx2(rocq__sink *to, const int depth,
                                                             int64_t group, const __m256i v[8]) {
     ROCQ__UNROLL
@@ -11075,7 +11091,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_8_avx2(rocq__sink *to, cons
     rocq__end_groups_avx2(to, depth, group, 1);
 }
 
-// One block of each of the eight rows, `at` bytes into them. depth is that of the dot, or
+// Decodes one block of each of the eight rows, `at` bytes into them. depth is that of the dot, or
 // ROCQ__PANEL. With gcc, most loops over the parts of a large block stay loops: unrolled they run
 // no faster and take a tenth of the file's compile time.
 #define ROCQ__BLOCK_AVX2(name)                                             \
@@ -11781,8 +11797,8 @@ ROCQ__BLOCK_AVX2(fours) { rocq__block_book_avx2(to, depth, row, at, ROCQ__FOURS)
 ROCQ__BLOCK_AVX2(iq1) { rocq__block_book_avx2(to, depth, row, at, ROCQ__IQ1); }
 #undef ROCQ__BLOCK_AVX2
 
-// The same in 64-byte vectors, a pair of panels at once: a lane is a row, and the bits are the
-// same. In cache (Sapphire Rapids), Q4_K of 768 x 256 is read 1.2 times and Q6_K of 2048 x 256 1.5
+// Passes in 64-byte vectors, with the bits of AVX2's passes: 16 rows at once, a row in each 32-bit
+// lane. In cache (Sapphire Rapids), Q4_K of 768 x 256 is read 1.2 times and Q6_K of 2048 x 256 1.5
 // times as fast as by AVX2; on Ice Lake Q4_0 of 1024 x 576 1.3, Q4_K of 256 x 4096 1.4 times; on
 // Zen 5 Q2_K, Q3_K, IQ4_NL, IQ4_XS and MXFP4 of 1024 x 768 1.7 to 2.0 times.
 
@@ -11826,7 +11842,7 @@ ROCQ__WIDE void rocq__fetch_meanwhile(rocq__sixteen rows, int64_t at) {
     for (int i = 0; i < 4; i++) ROCQ__FETCH_L2(from, rows.l2_ahead + 64 * i);
 }
 
-// rocq__take_rows_avx2 of 16 rows.
+// As rocq__take_rows_avx2, but of 16 rows.
 ROCQ__WIDE void rocq__take_rows_avx512(__m512i v[4], rocq__sixteen rows, int64_t at) {
     const unsigned char *from = rows.at + at;
     if (!rows.interleaved && rows.next) rocq__fetch_meanwhile(rows, at);
@@ -11853,7 +11869,7 @@ ROCQ__WIDE void rocq__take_rows_avx512(__m512i v[4], rocq__sixteen rows, int64_t
     v[3] = _mm512_unpackhi_epi64(c, d);
 }
 
-// rocq__bits_avx2 and rocq__join_avx2.
+// As rocq__bits_avx2 and rocq__join_avx2.
 ROCQ__WIDE __m512i rocq__bits_avx512(__m512i v, const int shift, const int mask) {
     __m512i moved = v;
     if (shift < 0) moved = _mm512_slli_epi32(v, (unsigned)-shift);
@@ -11894,7 +11910,7 @@ ROCQ__WIDE __m512 rocq__last_halves_avx512(rocq__sixteen rows) {
     return rocq__halves_avx512(_mm512_srli_epi32(v[3], 16));
 }
 
-// d times byte i of each lane, unsigned or, with its sign inverted, signed.
+// d times byte i of each lane: an unsigned number or, if is_signed, a signed one plus 128.
 ROCQ__WIDE __m512 rocq__scale_avx512(__m512 d, __m512i bytes, const int i, const bool is_signed) {
     const int zeros = (int)0x80808000u; // as in rocq__put_scale_avx2
     const __m128i pick =
@@ -11947,12 +11963,12 @@ ROCQ__WIDE __m512i rocq__look_up_avx512(__m512i levels, __m512i v, const int shi
     return _mm512_maskz_shuffle_epi8(0x1111111111111111u * bytes, levels, code);
 }
 
-// Q4_0, or IQ4_NL, whose codes stand for levels; iq4 is a constant where this is inlined.
-// Interleaved (only Q4_0 is), one block. Else pairs of blocks, of nine lanes. The codes of the
-// second fill whole lanes; those of the first one begin in the middle of a lane: codes 0 and 1
-// share a lane with its own scale, codes 14 and 15 one with the scale of the second block. The
-// bytes of a scale are set to 0 there, so that what x has in their place adds nothing. Four blocks
-// take five loads of a row where two take three.
+// Q4_0, or IQ4_NL, whose codes stand for levels; iq4 is a constant where this is inlined. Of
+// interleaved rows (only Q4_0 has them) it takes one block at a time, of others pairs of blocks,
+// which are nine lanes. The codes of the second block of a pair fill whole lanes; those of the
+// first begin in the middle of a lane: codes 0 and 1 share a lane with its own scale, codes 14 and
+// 15 one with the scale of the second block. The bytes of a scale are set to 0 there, so that what
+// x has in their place adds nothing. Four blocks take five loads of a row where two take three.
 ROCQ__WIDE void rocq__block_4_avx512(rocq__wide_sink *to, rocq__sixteen rows, const int n,
                                      const bool iq4) {
     const __m512i levels = rocq__levels_avx512(rocq__iq4_levels, -128);
@@ -12415,7 +12431,8 @@ ROCQ__BLOCK_AVX512(nvfp4) {
                     rocq__look_up_avx512(levels, v[1 + 2 * g + j % 2], j / 2 * 4, 15);
                 dot = rocq__dot_4_avx512(dot, w, to->x + 64 * b + 16 * g + 4 * j);
             }
-            const __m512i byte = _mm512_srli_epi32(_mm512_slli_epi32(v[0], 24 - 8 * (unsigned)g), 24);
+            const __m512i top = _mm512_slli_epi32(v[0], 24 - 8 * (unsigned)g);
+            const __m512i byte = _mm512_srli_epi32(top, 24);
             const __mmask16 some = _mm512_cmpneq_epi32_mask(byte, _mm512_set1_epi32(127));
             const __m512i half = _mm512_maskz_and_epi32(some, _mm512_slli_epi32(byte, 7),
                                                         _mm512_set1_epi32(127 << 7));
@@ -12427,8 +12444,9 @@ ROCQ__BLOCK_AVX512(nvfp4) {
 }
 #undef ROCQ__BLOCK_AVX512
 
-// Prefetches `bytes` bytes, `at` bytes into each of n_rows rows: of every 64, once, however many
-// blocks they hold. The rows of a pair of panels are a stride apart.
+// Prefetches `bytes` bytes, `at` bytes into each of n_rows rows. Of every 64 bytes of a row only
+// the block that holds the first prefetches, so that no line is prefetched for each of its blocks.
+// The rows of a pair of panels are rows->stride bytes apart.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm_rows *rows,
                                                                   int64_t at, const int64_t bytes,
                                                                   const int n_rows) {
@@ -12471,7 +12489,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_next(const rocq__mm_rows 
 
 typedef void (*rocq__block_avx2)(rocq__sink *to, const int depth, rocq__rows row, int64_t at);
 
-// offset: what the pass adds to the codes of the format.
+// What all passes of AVX2 begin with, but for places for scales and mins. offset: see rocq__sink.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__begin_pass_avx2(
     rocq__sink *to, const rocq__mm_tile *tile, const rocq__mm_rows *rows,
     const rocq__codec *codec, const int offset) {
@@ -12483,7 +12501,9 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__begin_pass_avx2(
     to->sum = _mm256_setzero_ps();
 }
 
-// Eight rows in the file's layout. block and all after it are constants where this is inlined.
+// A pass (rocq__mm_pass) of eight rows in the file's layout. block and all that follow it are
+// constants where this is inlined. depth is that of the dot, or stands for the byte dot
+// instruction.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows, rocq__block_avx2 block,
     const rocq__codec *codec, const int offset, const int depth) {
@@ -12503,7 +12523,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     _mm256_storeu_ps(sums, to.sum);
 }
 
-// Interleaved rows: a block of each stream's 16 rows, eight at a time, then the next block of each.
+// A pass of interleaved rows. It multiplies one block of each stream's 16 rows, eight rows at a
+// time, then the next block of each. Else as rocq__pass_avx2.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_interleaved_avx2(
     float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows, rocq__block_avx2 block,
     const rocq__codec *codec, const int offset, const int depth) {
@@ -12535,8 +12556,9 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_interleaved_avx2(
 
 typedef void (*rocq__block_avx512)(rocq__wide_sink *to, rocq__sixteen rows, const int n);
 
-// The block `at` bytes into each of 16 rows in the file's layout. What is prefetched is `ahead`
-// bytes further on: of each row, or of all that follows.
+// The block `at` bytes into each of 16 rows in the file's layout. by_row: each row is prefetched,
+// at `ahead` bytes after its block. Else the rows are contiguous, and as many bytes as the 16
+// blocks have are prefetched from one place, which is `ahead` bytes after 16 * at.
 ROCQ__WIDE rocq__sixteen rocq__sixteen_at(const rocq__mm_rows *rows, int64_t at, const bool by_row,
                                          int64_t ahead) {
     const int64_t further = (by_row ? at : ROCQ__MM_PAIR * at) + ahead;
@@ -12547,13 +12569,13 @@ ROCQ__WIDE rocq__sixteen rocq__sixteen_at(const rocq__mm_rows *rows, int64_t at,
     return wide;
 }
 
-// The same of interleaved rows.
+// A block of each of 16 interleaved rows, which lie at `at`.
 ROCQ__WIDE rocq__sixteen rocq__sixteen_interleaved(const unsigned char *at, int64_t ahead) {
     const rocq__sixteen wide = {at, 0, ahead, true, 0, 0, 0};
     return wide;
 }
 
-// Blocks [*b, n_blocks) of 16 rows, n at a time while so many are left.
+// Multiplies blocks *b, *b + 1 ... of 16 rows, n at a time while so many are left.
 ROCQ__WIDE void rocq__pass_blocks_avx512(rocq__wide_sink *to, const rocq__mm_rows *rows,
                                          rocq__block_avx512 block, const rocq__codec *codec,
                                          const int n, int64_t *b) {
@@ -12568,6 +12590,7 @@ ROCQ__WIDE void rocq__pass_blocks_avx512(rocq__wide_sink *to, const rocq__mm_row
     }
 }
 
+// A pass of 16 rows in the file's layout. at_once and last: see ROCQ__MM_KERNELS.
 ROCQ__WIDE void rocq__pass_avx512(float *sums, const rocq__mm_tile *tile,
                                   const rocq__mm_rows *rows, rocq__block_avx512 block,
                                   const rocq__codec *codec, const int at_once, const int last) {
@@ -12579,7 +12602,7 @@ ROCQ__WIDE void rocq__pass_avx512(float *sums, const rocq__mm_tile *tile,
     _mm512_storeu_ps(sums, to.sum);
 }
 
-// The same for interleaved rows: a block of each stream's 16 rows, then the next block of each.
+// A pass of interleaved rows: a block of each stream's 16 rows, then the next block of each.
 ROCQ__WIDE void rocq__pass_interleaved_avx512(float *sums, const rocq__mm_tile *tile,
                                               const rocq__mm_rows *rows, rocq__block_avx512 block,
                                               const rocq__codec *codec) {
@@ -12762,7 +12785,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
         rocq__pass_avx512(sums, tile, rows, rocq__block_##name##_avx512, &rocq__codec_##name,     \
                           at_once, last);                                                         \
     }
-#define ROCQ__OF_INTERLEAVED(name)                                                                   \
+#define ROCQ__OF_INTERLEAVED(name, raise, depth)                                                  \
+    ROCQ__PASS(pass_interleaved, name, avx2, &rocq__codec_##name, raise, depth)                   \
     ROCQ__TARGET_AVX2 static void rocq__pack_interleaved_##name##_avx2(                           \
         rocq__mm_pair *pair, const rocq__mm_rows *rows) {                                         \
         for (int first = 0; first < ROCQ__MM_PAIR; first += ROCQ__MM_ROWS) {                      \
@@ -12784,7 +12808,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
                                       &rocq__codec_##name);                                       \
     }
 
-// What stands in the table's place of a kernel that there is, or that there is not.
+// `kernel` where a column of ROCQ__MM_KERNELS is not 0, else `none`.
 #define ROCQ__IF_0(kernel, none) none
 #define ROCQ__IF_1(kernel, none) kernel
 #define ROCQ__IF_2(kernel, none) kernel
@@ -12798,15 +12822,13 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
     ROCQ__IF_##vnni_512(ROCQ__PASS(pass, name, avx512_vnni, &rocq__codec_##name,                  \
                                    128, ROCQ__AVX512_VNNI), )                                     \
     ROCQ__IF_##at_once(ROCQ__PASS_AVX512(name, at_once, last), )                                  \
-    ROCQ__IF_##interleaved(ROCQ__OF_INTERLEAVED(name)                                             \
-                           ROCQ__PASS(pass_interleaved, name, avx2, &rocq__codec_##name, raise,   \
-                                      depth), )                                                   \
+    ROCQ__IF_##interleaved(ROCQ__OF_INTERLEAVED(name, raise, depth), )                            \
     ROCQ__IF_##its_vnni(ROCQ__PASS(pass_interleaved, name, avx_vnni, &rocq__codec_##name,         \
                                    depth == 0 ? 128 : raise, ROCQ__AVX_VNNI), )
 ROCQ__MM_KERNELS(ROCQ__X)
 #undef ROCQ__X
 
-// The formats with a codebook, by the kind of its entries. Codes are signed.
+// For the formats with a codebook, by the kind of its entries. Their codes are signed.
 #define ROCQ__BOOK(entry)          \
     ROCQ__PACK(entry, rows->codec) \
     ROCQ__PASS(pass, entry, avx2, rows->codec, 0, 0)
@@ -12822,13 +12844,13 @@ ROCQ__BOOK(iq1)
 // The kernels of a format; NULL where there is none.
 typedef struct rocq__mm_kernels {
     rocq_format format;
-    int32_t raise, depth, last; // see ROCQ__MM_KERNELS
+    int32_t raise, depth, last;         // see ROCQ__MM_KERNELS
     rocq__mm_pack pack;
-    rocq__mm_pack_pair pack_pair[2][2]; // [is w interleaved][has the processor AVX-512]
-    rocq__mm_pass pass[2][3];   // [is w interleaved], for AVX2, AVX-VNNI and AVX-512
-    rocq__mm_pass wide_pass;    // of both panels of a pair: AVX-512, the file's layout
-    rocq__take_book take_book;
-    size_t book;                // its place in rocq__books
+    rocq__mm_pack_pair pack_pair[2][2]; // [w is interleaved][the processor has AVX-512]
+    rocq__mm_pass pass[2][3];           // [w is interleaved], for AVX2, AVX-VNNI and AVX-512
+    rocq__mm_pass wide_pass;            // of 16 rows in the file's layout, for AVX-512
+    rocq__take_book take_book;          // with a codebook: unpacks a block;
+    size_t book;                        // and the codebook's place in rocq__books
 } rocq__mm_kernels;
 
 static const rocq__mm_kernels *rocq__mm_kernels_of(rocq_format format) {
@@ -12869,7 +12891,7 @@ static const rocq__mm_kernels *rocq__mm_kernels_of(rocq_format format) {
 #undef ROCQ__IF_2
 #undef ROCQ__IF_4
 
-// AVX-512's dots, for any number of columns.
+// The dots of AVX-512, for more columns than one.
 static void rocq__mm_choose_dot_avx512(rocq__mm *mm) {
     if (mm->group == 32) {
         mm->dot = mm->has_min ? rocq__dot_pair_group32_min : rocq__dot_pair_group32;
@@ -12881,7 +12903,8 @@ static void rocq__mm_choose_dot_avx512(rocq__mm *mm) {
 }
 #endif
 
-// mm is new or, a lone column's, planned once before, for a processor that can do more.
+// Sets all that depends on the kernels. mm is zero there, or n is 1 and they are chosen once more,
+// with fewer instruction sets (rocq__experts_product).
 static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     const rocq__codec *codec = rocq__codec_of(mm->w->format);
     mm->group = codec->group;
@@ -30973,35 +30996,7 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 
 #undef ROCQ__ALIGNAS
 #undef ROCQ__ALWAYS_INLINE
-#undef ROCQ__CODEC_BF16
-#undef ROCQ__CODEC_F16
-#undef ROCQ__CODEC_F32
-#undef ROCQ__CODEC_IQ4_NL
-#undef ROCQ__CODEC_IQ4_XS
-#undef ROCQ__CODEC_MXFP4
-#undef ROCQ__CODEC_IQ2_XXS
-#undef ROCQ__CODEC_IQ2_XS
-#undef ROCQ__CODEC_IQ3_XXS
-#undef ROCQ__CODEC_IQ1_S
-#undef ROCQ__CODEC_IQ3_S
-#undef ROCQ__CODEC_IQ2_S
-#undef ROCQ__CODEC_IQ1_M
-#undef ROCQ__CODEC_TQ1_0
-#undef ROCQ__CODEC_TQ2_0
-#undef ROCQ__CODEC_NVFP4
 #undef ROCQ__BYTES
-#undef ROCQ__CODEC_MXFP6_E2M3
-#undef ROCQ__CODEC_MXFP6_E3M2
-#undef ROCQ__CODEC_Q2_K
-#undef ROCQ__CODEC_Q3_K
-#undef ROCQ__CODEC_Q4_0
-#undef ROCQ__CODEC_Q4_1
-#undef ROCQ__CODEC_Q4_K
-#undef ROCQ__CODEC_Q5_0
-#undef ROCQ__CODEC_Q5_1
-#undef ROCQ__CODEC_Q5_K
-#undef ROCQ__CODEC_Q6_K
-#undef ROCQ__CODEC_Q8_0
 #undef ROCQ__EITHER
 #undef ROCQ__END_SIMD
 #undef ROCQ__EXP_LEAST
@@ -31029,9 +31024,7 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 #undef ROCQ__MAX
 #undef ROCQ__MIN
 #undef ROCQ__NOINLINE
-#undef ROCQ__NO_GRID
 #undef ROCQ__OTHER_TYPES
-#undef ROCQ__PAIR
 #undef ROCQ__PREFETCH
 #undef ROCQ__PRINTF
 #undef ROCQ__PRINT_FIELDS
