@@ -10006,12 +10006,12 @@ typedef void (*rocq__take_book)(rocq__book_block *to, float *scale, const void *
 // One segment of the eight rows of a panel, as w stores it.
 typedef struct rocq__mm_rows {
     const unsigned char *at[ROCQ__MM_ROWS];
-    int64_t stride;           // a pass or a whole pair only: bytes from row to row
+    int64_t stride;           // bytes from row to row, for a pass and for a pack of a whole pair
     int64_t ahead;            // bytes from at[r] to what is prefetched: the next segment or panel
     int64_t l2_ahead;         // not 0: a pass also prefetches into L2, so many bytes ahead
     int64_t row_ahead;        // not 0: a pass prefetches so many bytes ahead in each row
-    int32_t n_streams;        // a pass of interleaved rows: at[0] to at[n_streams - 1] point to 16
-    int64_t apart;            // rows each; and the number of rows from those of one to the next's
+    int32_t n_streams;        // a pass of interleaved rows: at[i] points to 16 rows of stream i,
+    int64_t apart;            // and a stream begins so many rows after the one before it
     const rocq__codec *codec; // INT8 only: w's,
     int64_t n_blocks;         // and the segment's blocks per row
     rocq__take_book take_book; // AVX2, formats with a codebook: unpacks a block
@@ -10056,12 +10056,12 @@ typedef struct rocq__mm {
     rocq__mm_work *work;
     int64_t group; // INT8: elements per group of w's format
     bool has_min;
-    bool raise;     // codes that pack has decoded are raised by 128 (rocq__raise_codes)
-    int32_t offset; // INT8: what the kernels add to w's codes; see rocq__dot_4
+    bool raise;     // 128 is added to the codes that pack has decoded (rocq__raise_codes)
+    int32_t offset; // INT8: what the kernels add to w's codes; see rocq__dot_4_avx2
     rocq__mm_dot dot;
     rocq__mm_dot wide_dot;        // of all pairs of a tile at once, or NULL
     rocq__mm_pack pack;
-    rocq__mm_pack_pair pack_pair; // or NULL; it raises the codes itself
+    rocq__mm_pack_pair pack_pair; // or NULL; it adds the 128 itself
     rocq__mm_pass pass;           // or NULL
     rocq__mm_pass wide_pass;      // of both panels of a pair at once, or NULL
     bool fetch_l2;                // see rocq__mm_column_sums
@@ -12672,7 +12672,7 @@ ROCQ__WIDE void rocq__fill_k_scales_avx512(rocq__mm_pair *to, int64_t group,
     }
 }
 
-// As rocq__block_k_avx512.
+// Q4_K, or Q5_K; reads what rocq__block_k_avx512 does.
 ROCQ__WIDE void rocq__fill_k_avx512(rocq__mm_pair *to, int64_t group, rocq__sixteen rows,
                                     const bool five) {
     __m512i v[4], high[8];
@@ -13081,7 +13081,7 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
         tile.n = n;
         rows.stride = rocq__bytes(format, t->stride[1]);
         for (int p = 0; p < n_pairs; p++, row += ROCQ__MM_PAIR) {
-            // Past the last row the last one comes again.
+            // Rows past the last one are the last one again.
             const int last = ROCQ__MM_PAIR - 1;
             if (mm->pack_pair && (mm->interleaved || row[last] - row[0] == last * rows.stride)) {
                 rows.at[0] =
@@ -13105,14 +13105,14 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
                          (const float *)(const void *)columns + first, n);
 }
 
-// -- between the two: a low-rank adapter --
+// -- between steps 2 and 3: a low-rank adapter --
 
 enum {
     ROCQ__LORA_RANK = ROCQ__MM_SEGMENT, // the most, so that K is one segment
     ROCQ__LORA_AHEAD = 2048             // bytes of B that are prefetched
 };
 
-// Prefetches rows of B: of a matrix too short for the processor's prefetcher to see the stream.
+// Prefetches rows of B: the hardware prefetcher notices the stream of so short a matrix too late.
 static inline void rocq__mm_fetch_lora(const unsigned char *row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) ROCQ__FETCH(row, i);
 }
@@ -13351,8 +13351,8 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
     }
 }
 
-// What rocq__mm_run does, for a single column that a pass multiplies. It takes many panels at a
-// time and runs the epilogue once for all of them: with a K as short as 256, computing addresses
+// Does the work of rocq__mm_run for a single column that a pass multiplies. It takes many panels at
+// a time and runs the epilogue once for all of them: with a K as short as 256, computing addresses
 // and running an epilogue for each panel would cost as much as the products.
 static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__mm *mm = (const rocq__mm *)arg;
@@ -13600,8 +13600,8 @@ static void rocq__mm_run_all(void *arg, int64_t begin, int64_t end, int32_t thre
     }
 }
 
-// What panels begin .. end of the chain read first, ROCQ__MM_AHEAD bytes at most. Where there is a
-// w2, a thread reads some of its rows and then those of w: half of what is left goes to each.
+// Lists what panels begin .. end of the chain read first, ROCQ__MM_AHEAD bytes at most. If there is
+// a w2, a thread reads some of its rows and then those of w: half of what is left goes to each.
 static void rocq__mm_reads(const void *arg, int64_t begin, int64_t end, rocq__ahead *to) {
     const rocq__mm_chain *chain = (const rocq__mm_chain *)arg;
     int64_t first = 0, left = ROCQ__MM_AHEAD;
