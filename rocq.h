@@ -6191,47 +6191,56 @@ static void rocq__decode_mxfp6_e3m2(const void *block, float *dst) {
     for (int32_t i = 0; i < 32; i++) dst[i] = scale * (float)rocq__fp6(q[i], 2);
 }
 
-// The codecs: unpack, pack, group, has_min, mx_bits, grid.
-#define ROCQ__PAIR(name) rocq__unpack_##name, rocq__pack_##name
-#define ROCQ__NO_GRID {0, 0, 0, 0, NULL, 0, 0, 0, 0}
-#define ROCQ__CODEC_F32 NULL, NULL, 1, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_F16 NULL, NULL, 1, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_BF16 NULL, NULL, 1, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_Q4_0 ROCQ__PAIR(q4_0), 32, false, 0, {32, 32, -8, 7, NULL, 1, 1, 0, 0}
-#define ROCQ__CODEC_Q4_1 ROCQ__PAIR(q4_1), 32, true, 0, {32, 32, 0, 15, NULL, 1, 1, -1, -1}
-#define ROCQ__CODEC_Q5_0 ROCQ__PAIR(q5_0), 32, false, 0, {32, 32, -16, 15, NULL, 1, 1, 0, 0}
-#define ROCQ__CODEC_Q5_1 ROCQ__PAIR(q5_1), 32, true, 0, {32, 32, 0, 31, NULL, 1, 1, -1, -1}
-#define ROCQ__CODEC_Q8_0 ROCQ__PAIR(q8_0), 32, false, 0, {32, 32, -128, 127, NULL, 1, 1, 0, 0}
-#define ROCQ__CODEC_Q2_K ROCQ__PAIR(q2_K), 16, true, 0, {256, 16, 0, 3, NULL, 0, 15, 0, 15}
-#define ROCQ__CODEC_Q3_K ROCQ__PAIR(q3_K), 16, false, 0, {256, 16, -4, 3, NULL, -32, 31, 0, 0}
-#define ROCQ__CODEC_Q4_K ROCQ__PAIR(q4_K), 32, true, 0, {256, 32, 0, 15, NULL, 0, 63, 0, 63}
-#define ROCQ__CODEC_Q5_K ROCQ__PAIR(q5_K), 32, true, 0, {256, 32, 0, 31, NULL, 0, 63, 0, 63}
-#define ROCQ__CODEC_Q6_K ROCQ__PAIR(q6_K), 16, false, 0, {256, 16, -32, 31, NULL, -128, 127, 0, 0}
-#define ROCQ__CODEC_IQ4_NL \
-    ROCQ__PAIR(iq4_nl), 32, false, 0, {32, 32, 0, 0, rocq__iq4_levels, 1, 1, 0, 0}
-#define ROCQ__CODEC_IQ4_XS \
-    ROCQ__PAIR(iq4_xs), 32, false, 0, {256, 32, 0, 0, rocq__iq4_levels, -32, 31, 0, 0}
-#define ROCQ__CODEC_IQ2_XXS rocq__unpack_iq2_xxs, NULL, 32, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_IQ2_XS rocq__unpack_iq2_xs, NULL, 16, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_IQ3_XXS rocq__unpack_iq3_xxs, NULL, 32, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_IQ1_S rocq__unpack_iq1_s, NULL, 32, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_IQ3_S rocq__unpack_iq3_s, NULL, 32, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_IQ2_S rocq__unpack_iq2_s, NULL, 16, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_IQ1_M rocq__unpack_iq1_m, NULL, 16, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_TQ1_0 rocq__unpack_tq1_0, NULL, 32, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_TQ2_0 rocq__unpack_tq2_0, NULL, 32, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_MXFP4 rocq__unpack_mxfp4, NULL, 32, false, 1, ROCQ__NO_GRID
-#define ROCQ__CODEC_NVFP4 rocq__unpack_nvfp4, NULL, 16, false, 0, ROCQ__NO_GRID
-#define ROCQ__CODEC_MXFP6_E2M3 rocq__unpack_mxfp6_e2m3, NULL, 32, false, 3, ROCQ__NO_GRID
-#define ROCQ__CODEC_MXFP6_E3M2 NULL, NULL, 32, false, 2, ROCQ__NO_GRID
-
-#define ROCQ_X(NAME, name, id, elems, bytes)                                      \
-    static const rocq__codec rocq__codec_##name = {                               \
-        {#NAME, elems, bytes, 8.0f * (bytes) / (elems)}, ROCQ__CODEC_##NAME};
-ROCQ_FORMATS(ROCQ_X)
+// The codecs. What a codec's grid repeats of it stands here once, and sizes only in ROCQ_FORMATS.
+enum {
+#define ROCQ_X(NAME, name, id, elems, bytes) ROCQ__ELEMS_##name = elems, ROCQ__BYTES_##name = bytes,
+    ROCQ_FORMATS(ROCQ_X) ROCQ_X(I8, i8, ROCQ_I8, 1, 1) ROCQ_X(I32, i32, ROCQ_I32, 1, 4)
 #undef ROCQ_X
-static const rocq__codec rocq__codec_i8 = {{"I8", 1, 1, 8.0f}, ROCQ__CODEC_F32};
-static const rocq__codec rocq__codec_i32 = {{"I32", 1, 4, 32.0f}, ROCQ__CODEC_F32};
+};
+#define ROCQ__CODEC(NAME, name, unpack, pack, group, mx_bits, q_lo, q_hi, table, sc_lo, sc_hi,    \
+                    mn_lo, mn_hi)                                                                 \
+    static const rocq__codec rocq__codec_##name = {                                               \
+        {#NAME, ROCQ__ELEMS_##name, ROCQ__BYTES_##name,                                           \
+         8.0f * (float)ROCQ__BYTES_##name / (float)ROCQ__ELEMS_##name},                           \
+        unpack, pack, group, (mn_lo) != 0 || (mn_hi) != 0, mx_bits,                               \
+        {ROCQ__ELEMS_##name, group, q_lo, q_hi, table, sc_lo, sc_hi, mn_lo, mn_hi}};
+
+// Those that are encoded on a grid: group, then the members of rocq__grid from q_lo on.
+#define ROCQ__X(NAME, name, group, ...) \
+    ROCQ__CODEC(NAME, name, rocq__unpack_##name, rocq__pack_##name, group, 0, __VA_ARGS__)
+ROCQ__X(Q4_0, q4_0,     32,   -8,   7, NULL,                1,   1,  0,  0)
+ROCQ__X(Q4_1, q4_1,     32,    0,  15, NULL,                1,   1, -1, -1)
+ROCQ__X(Q5_0, q5_0,     32,  -16,  15, NULL,                1,   1,  0,  0)
+ROCQ__X(Q5_1, q5_1,     32,    0,  31, NULL,                1,   1, -1, -1)
+ROCQ__X(Q8_0, q8_0,     32, -128, 127, NULL,                1,   1,  0,  0)
+ROCQ__X(Q2_K, q2_K,     16,    0,   3, NULL,                0,  15,  0, 15)
+ROCQ__X(Q3_K, q3_K,     16,   -4,   3, NULL,              -32,  31,  0,  0)
+ROCQ__X(Q4_K, q4_K,     32,    0,  15, NULL,                0,  63,  0, 63)
+ROCQ__X(Q5_K, q5_K,     32,    0,  31, NULL,                0,  63,  0, 63)
+ROCQ__X(Q6_K, q6_K,     16,  -32,  31, NULL,             -128, 127,  0,  0)
+ROCQ__X(IQ4_NL, iq4_nl, 32,    0,   0, rocq__iq4_levels,    1,   1,  0,  0)
+ROCQ__X(IQ4_XS, iq4_xs, 32,    0,   0, rocq__iq4_levels,  -32,  31,  0,  0)
+#undef ROCQ__X
+// The others: group, mx_bits.
+#define ROCQ__X(NAME, name, unpack, group, mx_bits) \
+    ROCQ__CODEC(NAME, name, unpack, NULL, group, mx_bits, 0, 0, NULL, 0, 0, 0, 0)
+ROCQ__X(F32, f32, NULL, 1, 0) ROCQ__X(F16, f16, NULL, 1, 0) ROCQ__X(BF16, bf16, NULL, 1, 0)
+ROCQ__X(I8, i8, NULL, 1, 0) ROCQ__X(I32, i32, NULL, 1, 0)
+ROCQ__X(IQ2_XXS, iq2_xxs, rocq__unpack_iq2_xxs,          32, 0)
+ROCQ__X(IQ2_XS, iq2_xs, rocq__unpack_iq2_xs,             16, 0)
+ROCQ__X(IQ3_XXS, iq3_xxs, rocq__unpack_iq3_xxs,          32, 0)
+ROCQ__X(IQ1_S, iq1_s, rocq__unpack_iq1_s,                32, 0)
+ROCQ__X(IQ3_S, iq3_s, rocq__unpack_iq3_s,                32, 0)
+ROCQ__X(IQ2_S, iq2_s, rocq__unpack_iq2_s,                16, 0)
+ROCQ__X(IQ1_M, iq1_m, rocq__unpack_iq1_m,                16, 0)
+ROCQ__X(TQ1_0, tq1_0, rocq__unpack_tq1_0,                32, 0)
+ROCQ__X(TQ2_0, tq2_0, rocq__unpack_tq2_0,                32, 0)
+ROCQ__X(MXFP4, mxfp4, rocq__unpack_mxfp4,                32, 1)
+ROCQ__X(NVFP4, nvfp4, rocq__unpack_nvfp4,                16, 0)
+ROCQ__X(MXFP6_E2M3, mxfp6_e2m3, rocq__unpack_mxfp6_e2m3, 32, 3)
+ROCQ__X(MXFP6_E3M2, mxfp6_e3m2, NULL,                    32, 2)
+#undef ROCQ__X
+#undef ROCQ__CODEC
 
 // Whether this file can write a format, not only read it.
 static inline bool rocq__is_encoded(const rocq__codec *codec) {
@@ -6944,22 +6953,19 @@ ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *s
 
 // -- ROCQ_LAYOUT_INTERLEAVED --
 // Rows are stored in groups of 16: first block 0 of all 16 rows, then block 1 of all 16, and so on.
-// Within such 16 blocks the bytes are transposed in pieces of four: piece 0 of every row, then
-// piece 1 of every row. So a 64-byte vector is loaded with one piece of each row, a row in each
-// 32-bit lane, without shuffles, and a vector of 32 bytes with one of eight rows. A block whose
-// size is no multiple of four has one piece of two bytes, its F16 scale d: the first piece in Q4_0
-// and Q8_0, the last in Q6_K. The piece that begins `at` bytes into a row's block begins 16 * at
-// bytes into the 16 blocks. Of Q4_0:
+// Within such 16 blocks the bytes are transposed in words of four bytes: word 0 of every row, then
+// word 1 of every row. So a 64-byte vector is loaded with one word of each row, a row in each
+// 32-bit lane, without shuffles, and a vector of 32 bytes with one word of each of eight rows. A
+// block whose size is no multiple of four has one word of two bytes, its F16 scale d: the first
+// word in Q4_0 and Q8_0, the last in Q6_K. The word that begins `at` bytes into a row's block
+// begins 16 * at bytes into the 16 blocks. Of Q4_0:
 //
 //     bytes  0 .. 31           32 .. 95                                96 .. 159
 //            d of rows 0 .. 15 bytes 2 .. 5 of row 0, of row 1, ... 15  bytes 6 .. 9 of row 0, ...
 
 enum { ROCQ__SIDE_BY_SIDE = 16 }; // rows
 
-static bool rocq__interleaves(rocq_format format) {
-    return format == ROCQ_Q4_0 || format == ROCQ_Q8_0 || format == ROCQ_Q4_K ||
-           format == ROCQ_Q5_K || format == ROCQ_Q6_K;
-}
+static bool rocq__interleaves(rocq_format format); // as ROCQ__MM_KERNELS says
 
 // Whether products read such rows as they lie. Other code of the CPU copies them row by row first.
 static bool rocq__multiplies_interleaved(const rocq_ctx *ctx) {
@@ -6972,8 +6978,8 @@ static int64_t rocq__group_bytes(const rocq_tensor *t) {
     return ROCQ__SIDE_BY_SIDE * (t->ne[0] / info->block_elems) * info->block_bytes;
 }
 
-// Bytes of the piece that begins `at` bytes into a block.
-static inline int64_t rocq__piece_bytes(const rocq__codec *codec, int64_t at) {
+// Bytes of the word that begins `at` bytes into a block.
+static inline int64_t rocq__word_bytes(const rocq__codec *codec, int64_t at) {
     const int64_t bytes = codec->info.block_bytes;
     const bool first = bytes % 4 != 0 && codec->info.block_elems == 32; // its d comes first
     return (first && at == 0) || bytes - at < 4 ? 2 : 4;
@@ -6985,7 +6991,7 @@ static void rocq__interleave(unsigned char *dst, const unsigned char *row, int64
     const int64_t bytes = codec->info.block_bytes;
     for (int64_t b = 0; b < n_blocks; b++, row += bytes) {
         for (int64_t at = 0, n; at < bytes; at += n, dst += ROCQ__SIDE_BY_SIDE * n) {
-            n = rocq__piece_bytes(codec, at);
+            n = rocq__word_bytes(codec, at);
             for (int64_t r = 0; n == 4 && r < ROCQ__SIDE_BY_SIDE; r++) {
                 memcpy(dst + 4 * r, row + r * stride + at, 4);
             }
@@ -7006,7 +7012,7 @@ static void rocq__row_interleaved(unsigned char *dst, const rocq_tensor *t, int6
     src += (row - r) * row_bytes + ROCQ__SIDE_BY_SIDE * first * bytes;
     for (int64_t b = 0; b < n_blocks; b++, src += ROCQ__SIDE_BY_SIDE * bytes) {
         for (int64_t at = 0, n; at < bytes; at += n, dst += n) {
-            n = rocq__piece_bytes(codec, at);
+            n = rocq__word_bytes(codec, at);
             memcpy(dst, src + ROCQ__SIDE_BY_SIDE * at + n * r, (size_t)n);
         }
     }
@@ -9942,7 +9948,7 @@ static ROCQ__SIMD void rocq__multiply_simd(float *x, const float *y, int64_t n) 
 // ---------------------------------------------------------------------------------------------
 // >>cpu_matmul
 // ---------------------------------------------------------------------------------------------
-// The same three steps for every format, precision and n:
+// A product has three steps, whatever the format of w, the precision and n are:
 //   1. each column of x is converted once, into scratch memory: to F32, or to int8 blocks of 32;
 //   2. w is decoded eight rows (a panel) and one segment of K at a time, into a buffer that stays
 //      in L1, and multiplied there with every column of a tile. INT8 takes two panels (a pair) at
@@ -10022,12 +10028,12 @@ typedef void (*rocq__take_book)(rocq__book_block *to, float *scale, const void *
 // One segment of the eight rows of a panel, as w stores it.
 typedef struct rocq__mm_rows {
     const unsigned char *at[ROCQ__MM_ROWS];
-    int64_t stride;           // a pass or a whole pair only: bytes from row to row
+    int64_t stride;           // bytes from row to row, for a pass and for a pack of a whole pair
     int64_t ahead;            // bytes from at[r] to what is prefetched: the next segment or panel
     int64_t l2_ahead;         // not 0: a pass also prefetches into L2, so many bytes ahead
     int64_t row_ahead;        // not 0: a pass prefetches so many bytes ahead in each row
-    int32_t n_streams;        // a pass of interleaved rows: at[0] to at[n_streams - 1] point to 16
-    int64_t apart;            // rows each; and the number of rows from those of one to the next's
+    int32_t n_streams;        // a pass of interleaved rows: at[i] points to 16 rows of stream i,
+    int64_t apart;            // and a stream begins so many rows after the one before it
     const rocq__codec *codec; // INT8 only: w's,
     int64_t n_blocks;         // and the segment's blocks per row
     rocq__take_book take_book; // AVX2, formats with a codebook: unpacks a block
@@ -10037,7 +10043,7 @@ typedef struct rocq__mm_rows {
 // Decodes the rows into rows first to first + 7 of the pair.
 typedef void (*rocq__mm_pack)(rocq__mm_pair *pair, const rocq__mm_rows *rows, int first);
 
-// The same for all rows of the pair, which are `stride` bytes apart.
+// Decodes all rows of the pair, which are `stride` bytes apart.
 typedef void (*rocq__mm_pack_pair)(rocq__mm_pair *pair, const rocq__mm_rows *rows);
 
 // Writes the sums of the rows, which are decoded and multiplied with a single column without a
@@ -10072,13 +10078,13 @@ typedef struct rocq__mm {
     rocq__mm_work *work;
     int64_t group; // INT8: elements per group of w's format
     bool has_min;
-    bool raise;     // codes that pack has decoded are raised by 128 (rocq__raise_codes)
+    bool raise;     // 128 is added to the codes that pack has decoded (rocq__raise_codes)
     bool sdot;      // NEON's byte dot product is there
-    int32_t offset; // INT8: what the kernels add to w's codes; see rocq__dot_4
+    int32_t offset; // INT8: what the kernels add to w's codes; see rocq__dot_4_avx2
     rocq__mm_dot dot;
     rocq__mm_dot wide_dot;        // of all pairs of a tile at once, or NULL
     rocq__mm_pack pack;
-    rocq__mm_pack_pair pack_pair; // or NULL; it raises the codes itself
+    rocq__mm_pack_pair pack_pair; // or NULL; it adds the 128 itself
     rocq__mm_pass pass;           // or NULL
     rocq__mm_pass wide_pass;      // of both panels of a pair at once, or NULL
     bool fetch_l2;                // see rocq__mm_column_sums
@@ -10153,7 +10159,7 @@ ROCQ__TARGET_AVX2 static float rocq__quantize_32_avx2(int8_t *code, const float 
 }
 #endif
 
-// Of 16 codes each.
+// The sums of codes 0 to 15 and of codes 16 to 31.
 static void rocq__sum_halves(int32_t sums[2], const int8_t *code) {
     for (int h = 0; h < 2; h++) {
         sums[h] = 0;
@@ -10265,7 +10271,7 @@ static inline const rocq__mm_group *rocq__tile_groups(const rocq__mm_tile *tile,
     return (const rocq__mm_group *)groups;
 }
 
-// Scalar reference of the int8 dot, and of the layout it reads.
+// The int8 dot (rocq__mm_dot) in portable C. It shows the layout that all of them read.
 static void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile) {
     const rocq__mm_pair *pair = tile->pairs;
     for (int64_t c = 0; c < tile->n; c++) {
@@ -10344,10 +10350,11 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__add_min_avx2(__m256 sum, cons
     return _mm256_fnmadd_ps(_mm256_loadu_ps(min), _mm256_set1_ps(group->sum), sum);
 }
 
-// A vector holds four codes of each row of a panel, so a lane of the sums is a row. Both panels of
-// a pair by n_columns: the fewest loads that the registers allow. Columns past the last one are the
-// last one again, and add to sums that nobody reads. n_columns, quads and depth are constants where
-// this is inlined.
+// Multiplies both panels of a pair with n_columns, from column `first` on. A vector holds four
+// codes of each row of a panel, so a lane of the sums is a row. n_columns is as large as the
+// registers allow, so that the codes of w are loaded as seldom as possible. Columns past the last
+// one are the last one again, and add to sums that nobody reads. n_columns, quads and depth are
+// constants where this is inlined.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile, int64_t first, const int n_columns,
     const int quads, const int depth) {
@@ -10400,11 +10407,13 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
     }
 }
 
-// The same with AVX-512 VNNI: a vector holds four codes of each row of a pair, and one instruction
-// adds four products. Signed codes have been raised by 128 (rocq__mm.raise). A core multiplies
-// two vectors in the time of one load of 64 bytes, so n_pairs and n_columns are such that few loads
-// feed many multiplications: the four pairs of a tile by three columns take seven loads for twelve,
-// and 29 registers. A lone pair, of the last rows, is multiplied with eight columns.
+// Multiplies n_pairs with n_columns, with AVX-512 VNNI: a vector holds four codes of each row of a
+// pair, and one instruction adds four products. 128 has been added to signed codes
+// (rocq__mm.raise), which the group's offset subtracts again. All from n_pairs on are constants. A
+// core multiplies two vectors in the time of one load of 64 bytes, so n_pairs and n_columns are
+// such that few loads feed many multiplications: the four pairs of a tile by three columns take
+// seven loads for twelve, and 29 registers. A lone pair, of the last rows, is multiplied with eight
+// columns.
 ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_columns_vnni(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile, int64_t first, const int n_pairs,
     const int n_columns, const int quads, const bool has_min) {
@@ -10474,8 +10483,9 @@ ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_columns_vnni(
     }
 }
 
-// One pair by eight columns or two, and four pairs by three or two. Where columns are missing (up
-// to three of eight, or one of two) the last is multiplied again, into sums that nobody reads.
+// dot_pair multiplies one pair with eight columns at a time, or two; dot_tile multiplies four pairs
+// with three or two. Where columns are missing (up to three of eight, or one of two) the last is
+// multiplied again, into sums that nobody reads.
 #define ROCQ__DOT_VNNI(name, quads, has_min)                                                      \
     ROCQ__TARGET_AVX512 static void rocq__dot_pair_##name(float (*sums)[ROCQ__MM_TILE_M],         \
                                                           const rocq__mm_tile *tile) {            \
@@ -10512,8 +10522,8 @@ ROCQ__TARGET_AVX512 static void rocq__raise_codes(rocq__mm_pair *pair, int64_t k
     }
 }
 
-// Four columns at a time, and the last one or two as a pair. Where a column is missing, the last is
-// multiplied again (rocq__dot_columns_avx2).
+// Multiplies a pair of panels with four columns at a time, and with the last one or two as two.
+// Where a column is missing, the last is multiplied again (rocq__dot_columns_avx2).
 #define ROCQ__DOT_INT8(name, quads, depth)                                                        \
     ROCQ__TARGET_AVX2 static void rocq__dot_int8_##name(float (*sums)[ROCQ__MM_TILE_M],           \
                                                         const rocq__mm_tile *tile) {              \
@@ -10739,9 +10749,10 @@ ROCQ__DOT_ROW(bf16, BF16)
 #undef ROCQ__DOT_ROW
 
 #if ROCQ__HAS_AVX2
-// The same in vectors of 64 bytes, with the same bits: eight floats of two rows, by the same eight
-// of a column twice. With six columns 24 of 32 registers are sums, and ten loads feed 24
-// multiplications. eights, a constant: the panel is F32 at rows->at[0], [k / 8][row][8].
+// rocq__dot_float in vectors of 64 bytes, with the same bits. A vector holds eight floats of each
+// of two rows, and is multiplied with eight floats of a column, which another holds twice. With six
+// columns 24 of 32 registers are sums, and ten loads feed 24 multiplications. eights, a constant:
+// the panel is F32 at rows->at[0], [k / 8][row][8].
 ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_panel(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows, const rocq_format format, int64_t k,
     const float *x, int64_t column_floats, const int n_columns, bool fetch, const bool eights) {
@@ -10827,9 +10838,62 @@ ROCQ__SIMD static void rocq__decode_eights(float *dst, rocq_format format,
 #undef ROCQ__DOT_FLOAT
 #endif
 
+// -- which kernels a format has --
+
+// The int8 formats without a codebook, and their kernels for x86. All have a pack and a pass for
+// AVX2. X(NAME, name, raise, depth, vnni, vnni_512, at_once, last, interleaved, its_vnni):
+//
+//   raise        what AVX2's decoders add to the codes, so that they are unsigned
+//   depth        how many sums of two products may be added up in an int16 (rocq__dot_4_avx2): 2
+//                for codes up to 63, 4 up to 31, 8 up to 15, but no more than a group has fours of
+//                codes; 0 for codes that stay signed
+//   vnni         1: AVX2's pass is also compiled for the byte dot instruction of AVX-VNNI. With
+//                1024 rows of 1024 in cache that is 1.15 to 1.5 times as fast (Sapphire Rapids).
+//                Other formats gain 12% at most, not worth the time to compile them
+//   vnni_512     1: and also for that of AVX-512, for all rows, or for those that a pass of 64-byte
+//                vectors leaves over. The codes are signed. Passes with that instruction add 128 to
+//                them, to make them unsigned, and what that adds to a sum is computed once for a
+//                column; AVX2's pass, which adds nothing, cannot use a column made for these
+//   at_once,     how many blocks a pass of 64-byte vectors takes at a time from rows in the file's
+//   last         layout, and how many at the end of a row, where fewer are left; 0: no such pass
+//   interleaved  1: the format has ROCQ_LAYOUT_INTERLEAVED, with a pack and a pass for AVX2 and for
+//                AVX-512. AVX-512 then also packs both panels of a pair at once from rows in the
+//                file's layout
+//   its_vnni     1: AVX2's pass of interleaved rows is also compiled for AVX-VNNI: in cache Q8_0
+//                gains 58% and Q4_0 10% (Emerald Rapids). The others, whose passes take longer to
+//                compile, gain 5 to 12%
+#define ROCQ__MM_KERNELS(X)                               \
+    X(Q4_0, q4_0,              8, 8,  0, 0,  4, 2,  1, 1) \
+    X(Q4_1, q4_1,              0, 8,  0, 0,  4, 1,  0, 0) \
+    X(Q5_0, q5_0,             16, 4,  0, 0,  2, 2,  0, 0) \
+    X(Q5_1, q5_1,              0, 4,  0, 0,  2, 1,  0, 0) \
+    X(Q8_0, q8_0,              0, 0,  1, 1,  0, 0,  1, 1) \
+    X(Q2_K, q2_K,              0, 4,  0, 0,  1, 1,  0, 0) \
+    X(Q3_K, q3_K,              4, 4,  1, 0,  1, 1,  0, 0) \
+    X(Q4_K, q4_K,              0, 8,  0, 0,  1, 1,  1, 0) \
+    X(Q5_K, q5_K,              0, 4,  1, 0,  1, 1,  1, 0) \
+    X(Q6_K, q6_K,             32, 2,  0, 0,  1, 1,  1, 0) \
+    X(IQ4_NL, iq4_nl,          0, 0,  1, 1,  4, 2,  0, 0) \
+    X(IQ4_XS, iq4_xs,          0, 0,  1, 1,  1, 1,  0, 0) \
+    X(TQ1_0, tq1_0,            1, 8,  0, 0,  1, 1,  0, 0) \
+    X(TQ2_0, tq2_0,            1, 8,  0, 0,  1, 1,  0, 0) \
+    X(MXFP4, mxfp4,           12, 4,  0, 0,  4, 2,  0, 0) \
+    X(NVFP4, nvfp4,           12, 4,  0, 0,  4, 1,  0, 0) \
+    X(MXFP6_E2M3, mxfp6_e2m3,  0, 0,  0, 0,  0, 0,  0, 0)
+
+static bool rocq__interleaves(rocq_format format) {
+    switch (format) {
+#define ROCQ__X(NAME, name, raise, depth, vnni, vnni_512, at_once, last, interleaved, its_vnni) \
+    case ROCQ_##NAME: return interleaved;
+        ROCQ__MM_KERNELS(ROCQ__X)
+#undef ROCQ__X
+    default: return false;
+    }
+}
+
 // -- panels --
 
-// Any format with codes, through its decoder.
+// Decodes eight rows of any format with codes into a panel, by unpacking block by block.
 static void rocq__pack_int8(rocq__mm_pair *pair, const rocq__mm_rows *rows, int first) {
     const rocq__codec *codec = rows->codec;
     const int64_t elems = codec->info.block_elems, n_groups = elems / codec->group;
@@ -10850,17 +10914,17 @@ static void rocq__pack_int8(rocq__mm_pair *pair, const rocq__mm_rows *rows, int 
 }
 
 #if ROCQ__HAS_AVX2
-// The same for AVX2, all rows at once: 16 bytes at the same place of each row turn into four
+// AVX2 decodes all eight rows at once: 16 bytes at the same place of each row turn into four
 // vectors that have bytes 4 j to 4 j + 3 of every row, which is how the codes lie in a panel. The
-// codes are then extracted from these, plus what ROCQ__MM_AVX2 lists, so that they are unsigned.
+// codes are then extracted from these, plus the format's raise (ROCQ__MM_KERNELS).
 
-// Eight rows: their addresses; or, interleaved, a half of 16 rows. What is `ahead` bytes behind a
-// load of interleaved rows is prefetched with it, each cache line once for both halves: a block's
-// lines all at once would be more than the processor can wait for at a time.
+// The eight rows that are decoded: in the file's layout, or a half of 16 interleaved rows. A load
+// of interleaved rows prefetches what lies `ahead` bytes after it, each cache line once for both
+// halves. To prefetch all lines of a block at once would be more than the processor can wait for.
 typedef struct rocq__rows {
-    const unsigned char *const *row;
-    const unsigned char *sixteen;
-    int64_t half; // 0 or 1
+    const unsigned char *const *row; // the file's layout: the address of each
+    const unsigned char *sixteen;    // interleaved: the address of the 16 blocks,
+    int64_t half;                    // and 0 for the first eight rows, 1 for the others
     int64_t ahead;
     bool interleaved; // a constant where all this is inlined
 } rocq__rows;
@@ -10914,7 +10978,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__bits_avx2(__m256i v, const i
     return _mm256_and_si256(moved, _mm256_set1_epi8((char)mask));
 }
 
-// Two bit fields of different bytes as one.
+// A bit field of each byte of a, joined with one of b, which is shifted beside it.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__join_avx2(__m256i a, const int shift_a,
                                                               const int mask_a, __m256i b,
                                                               const int shift_b, const int mask_b) {
@@ -10930,7 +10994,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__halves_avx2(__m256i v) {
     return _mm256_cvtph_ps(_mm_packus_epi32(lo, hi));
 }
 
-// The F16 at the same place of each row; of interleaved rows it is a piece of its own.
+// The F16 at the same place of each row. In interleaved rows it is a word of two bytes.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__scales_of_rows_avx2(rocq__rows rows,
                                                                        int64_t at) {
     uint16_t half[ROCQ__MM_ROWS];
@@ -10946,7 +11010,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__scales_of_rows_avx2(rocq__row
         (int16_t)half[5], (int16_t)half[6], (int16_t)half[7]));
 }
 
-// d times byte i of each lane, unsigned less offset.
+// d times (byte i of each lane, as an unsigned number, less offset).
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_scale_avx2(float *dst, __m256 d, __m256i bytes,
                                                                 const int i, const int offset) {
     const int zeros = (int)0x80808000u; // a zero in place of each of the upper three bytes
@@ -10974,7 +11038,8 @@ typedef struct rocq__sink {
     const int8_t *x;                // dot: codes of the column
     const rocq__mm_group *x_groups; // and its groups
     const rocq__mm_rows *rows;
-    bool has_min, raised, is_signed; // of the format: see ROCQ__MM_AVX2
+    bool has_min;
+    int offset;                     // dot: what is added to the codes, as rocq__mm.offset
     __m256i pairs[8], dot[8];       // running sums of the groups being decoded
     __m256 sum;
 } rocq__sink;
@@ -10998,8 +11063,9 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__dpbusd_avx2(const int depth,
     return sum;
 }
 
-// Takes codes 4 q to 4 q + 3 of group first + i; a group has 4 * quads codes. A decoder works on at
-// most eight groups side by side, from first on, and passes the codes of each in order.
+// Stores codes 4 q to 4 q + 3 of group first + i of each row in the panel, or adds their products
+// to the group's sums. A group has 4 * quads codes. A decoder works on at most eight groups side by
+// side, from `first` on, and passes the codes of each in order.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_avx2(rocq__sink *to, const int depth,
                                                           int64_t first, const int i,
                                                           const int quads, const int q, __m256i v) {
@@ -11009,22 +11075,22 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_avx2(rocq__sink *to, const 
         _mm256_store_si256(to->codes + 2 * at, v);
     } else if (depth < 0) {
         const __m256i zero = _mm256_setzero_si256();
-        if (to->is_signed) v = _mm256_xor_si256(v, _mm256_set1_epi8(-128)); // raised by 128
+        if (to->offset == 128) v = _mm256_xor_si256(v, _mm256_set1_epi8(-128));
         to->dot[i] = rocq__dpbusd_avx2(depth, q ? to->dot[i] : zero, v, four);
     } else {
         rocq__dot_4_avx2(&to->dot[i], &to->pairs[i], v, four, q, depth);
     }
 }
 
-// Ends n groups: their products are added in order.
+// Adds the products of groups first to first + n - 1, which are complete, to the sum, in order.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__end_groups_avx2(rocq__sink *to, const int depth,
                                                                  int64_t first, const int n) {
     if (depth == ROCQ__PANEL) return;
     ROCQ__UNROLL
     for (int i = 0; i < n; i++) {
         const rocq__mm_group *group = to->x_groups + first + i;
-        to->sum =
-            rocq__add_group_avx2(to->sum, to->dot[i], to->scale[first + i], group, to->raised);
+        to->sum = rocq__add_group_avx2(to->sum, to->dot[i], to->scale[first + i], group,
+                                       to->offset != 0);
         if (to->has_min) to->sum = rocq__add_min_avx2(to->sum, to->min[first + i], group);
     }
 }
@@ -11048,7 +11114,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__take_halves_avx2(__m256i out[8]
     }
 }
 
-// A group of 32.
+// Puts all 32 codes of a group and ends it.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_8_avx2(rocq__sink *to, const int depth,
                                                             int64_t group, const __m256i v[8]) {
     ROCQ__UNROLL
@@ -11056,7 +11122,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_8_avx2(rocq__sink *to, cons
     rocq__end_groups_avx2(to, depth, group, 1);
 }
 
-// One block of each of the eight rows, `at` bytes into them. depth is that of the dot, or
+// Decodes one block of each of the eight rows, `at` bytes into them. depth is that of the dot, or
 // ROCQ__PANEL. With gcc, most loops over the parts of a large block stay loops: unrolled they run
 // no faster and take a tenth of the file's compile time.
 #define ROCQ__BLOCK_AVX2(name)                                             \
@@ -11762,8 +11828,8 @@ ROCQ__BLOCK_AVX2(fours) { rocq__block_book_avx2(to, depth, row, at, ROCQ__FOURS)
 ROCQ__BLOCK_AVX2(iq1) { rocq__block_book_avx2(to, depth, row, at, ROCQ__IQ1); }
 #undef ROCQ__BLOCK_AVX2
 
-// The same in 64-byte vectors, a pair of panels at once: a lane is a row, and the bits are the
-// same. In cache (Sapphire Rapids), Q4_K of 768 x 256 is read 1.2 times and Q6_K of 2048 x 256 1.5
+// Passes in 64-byte vectors, with the bits of AVX2's passes: 16 rows at once, a row in each 32-bit
+// lane. In cache (Sapphire Rapids), Q4_K of 768 x 256 is read 1.2 times and Q6_K of 2048 x 256 1.5
 // times as fast as by AVX2; on Ice Lake Q4_0 of 1024 x 576 1.3, Q4_K of 256 x 4096 1.4 times; on
 // Zen 5 Q2_K, Q3_K, IQ4_NL, IQ4_XS and MXFP4 of 1024 x 768 1.7 to 2.0 times.
 
@@ -11807,7 +11873,7 @@ ROCQ__WIDE void rocq__fetch_meanwhile(rocq__sixteen rows, int64_t at) {
     for (int i = 0; i < 4; i++) ROCQ__FETCH_L2(from, rows.l2_ahead + 64 * i);
 }
 
-// rocq__take_rows_avx2 of 16 rows.
+// As rocq__take_rows_avx2, but of 16 rows.
 ROCQ__WIDE void rocq__take_rows_avx512(__m512i v[4], rocq__sixteen rows, int64_t at) {
     const unsigned char *from = rows.at + at;
     if (!rows.interleaved && rows.next) rocq__fetch_meanwhile(rows, at);
@@ -11834,7 +11900,7 @@ ROCQ__WIDE void rocq__take_rows_avx512(__m512i v[4], rocq__sixteen rows, int64_t
     v[3] = _mm512_unpackhi_epi64(c, d);
 }
 
-// rocq__bits_avx2 and rocq__join_avx2.
+// As rocq__bits_avx2 and rocq__join_avx2.
 ROCQ__WIDE __m512i rocq__bits_avx512(__m512i v, const int shift, const int mask) {
     __m512i moved = v;
     if (shift < 0) moved = _mm512_slli_epi32(v, (unsigned)-shift);
@@ -11875,7 +11941,7 @@ ROCQ__WIDE __m512 rocq__last_halves_avx512(rocq__sixteen rows) {
     return rocq__halves_avx512(_mm512_srli_epi32(v[3], 16));
 }
 
-// d times byte i of each lane, unsigned or, with its sign inverted, signed.
+// d times byte i of each lane: an unsigned number or, if is_signed, a signed one plus 128.
 ROCQ__WIDE __m512 rocq__scale_avx512(__m512 d, __m512i bytes, const int i, const bool is_signed) {
     const int zeros = (int)0x80808000u; // as in rocq__put_scale_avx2
     const __m128i pick =
@@ -11928,12 +11994,12 @@ ROCQ__WIDE __m512i rocq__look_up_avx512(__m512i levels, __m512i v, const int shi
     return _mm512_maskz_shuffle_epi8(0x1111111111111111u * bytes, levels, code);
 }
 
-// Q4_0, or IQ4_NL, whose codes stand for levels; iq4 is a constant where this is inlined.
-// Interleaved (only Q4_0 is), one block. Else pairs of blocks, of nine lanes. The codes of the
-// second fill whole lanes; those of the first one begin in the middle of a lane: codes 0 and 1
-// share a lane with its own scale, codes 14 and 15 one with the scale of the second block. The
-// bytes of a scale are set to 0 there, so that what x has in their place adds nothing. Four blocks
-// take five loads of a row where two take three.
+// Q4_0, or IQ4_NL, whose codes stand for levels; iq4 is a constant where this is inlined. Of
+// interleaved rows (only Q4_0 has them) it takes one block at a time, of others pairs of blocks,
+// which are nine lanes. The codes of the second block of a pair fill whole lanes; those of the
+// first begin in the middle of a lane: codes 0 and 1 share a lane with its own scale, codes 14 and
+// 15 one with the scale of the second block. The bytes of a scale are set to 0 there, so that what
+// x has in their place adds nothing. Four blocks take five loads of a row where two take three.
 ROCQ__WIDE void rocq__block_4_avx512(rocq__wide_sink *to, rocq__sixteen rows, const int n,
                                      const bool iq4) {
     const __m512i levels = rocq__levels_avx512(rocq__iq4_levels, -128);
@@ -12396,8 +12462,8 @@ ROCQ__BLOCK_AVX512(nvfp4) {
                     rocq__look_up_avx512(levels, v[1 + 2 * g + j % 2], j / 2 * 4, 15);
                 dot = rocq__dot_4_avx512(dot, w, to->x + 64 * b + 16 * g + 4 * j);
             }
-            const __m512i moved = _mm512_slli_epi32(v[0], 24 - 8 * (unsigned)g);
-            const __m512i byte = _mm512_srli_epi32(moved, 24);
+            const __m512i top = _mm512_slli_epi32(v[0], 24 - 8 * (unsigned)g);
+            const __m512i byte = _mm512_srli_epi32(top, 24);
             const __mmask16 some = _mm512_cmpneq_epi32_mask(byte, _mm512_set1_epi32(127));
             const __m512i half = _mm512_maskz_and_epi32(some, _mm512_slli_epi32(byte, 7),
                                                         _mm512_set1_epi32(127 << 7));
@@ -12409,93 +12475,9 @@ ROCQ__BLOCK_AVX512(nvfp4) {
 }
 #undef ROCQ__BLOCK_AVX512
 
-// X(NAME, name, raise, depth). raise: what the decoders above add to the codes, so that they are
-// unsigned. depth: how many sums of two products may be added up in an int16 (rocq__dot_4_avx2): 2
-// for codes up to 63, 4 up to 31, 8 up to 15, but no more than a group has fours of codes; 0 for
-// codes that stay signed.
-#define ROCQ__MM_AVX2(X)    \
-    X(Q4_0, q4_0, 8, 8)     \
-    X(Q4_1, q4_1, 0, 8)     \
-    X(Q5_0, q5_0, 16, 4)    \
-    X(Q5_1, q5_1, 0, 4)     \
-    X(Q8_0, q8_0, 0, 0)     \
-    X(Q2_K, q2_K, 0, 4)     \
-    X(Q3_K, q3_K, 4, 4)     \
-    X(Q4_K, q4_K, 0, 8)     \
-    X(Q5_K, q5_K, 0, 4)     \
-    X(Q6_K, q6_K, 32, 2)    \
-    X(IQ4_NL, iq4_nl, 0, 0) \
-    X(IQ4_XS, iq4_xs, 0, 0) \
-    X(TQ1_0, tq1_0, 1, 8)   \
-    X(TQ2_0, tq2_0, 1, 8)   \
-    X(MXFP4, mxfp4, 12, 4)  \
-    X(NVFP4, nvfp4, 12, 4)  \
-    X(MXFP6_E2M3, mxfp6_e2m3, 0, 0)
-
-// The formats with a codebook: X(NAME, name, the kind of its entries, its name in rocq__books).
-#define ROCQ__MM_BOOK(X)                 \
-    X(IQ1_S, iq1_s, iq1, iq1)            \
-    X(IQ1_M, iq1_m, iq1, iq1)            \
-    X(IQ2_XXS, iq2_xxs, eights, iq2_xxs) \
-    X(IQ2_XS, iq2_xs, eights, iq2_xs)    \
-    X(IQ2_S, iq2_s, eights, iq2_s)       \
-    X(IQ3_XXS, iq3_xxs, fours, iq3_xxs)  \
-    X(IQ3_S, iq3_s, fours, iq3_s)
-
-// The formats whose pass is also compiled for the byte dot instruction: with 1024 rows of 1024 in
-// cache that is 1.15 to 1.5 times as fast (Sapphire Rapids). Other formats gain 12% at most, not
-// worth the time to compile them.
-#define ROCQ__MM_VNNI(X)    \
-    X(Q3_K, q3_K, 4, 4)     \
-    X(Q5_K, q5_K, 0, 4)     \
-    ROCQ__MM_VNNI_512(X)
-
-// Those of them that AVX-512 uses, too: for all rows, or for those that a wider pass leaves over
-// (ROCQ__MM_WIDE). Their codes are signed. These passes add 128 to each, to make them unsigned, and
-// what that adds to a sum is computed once for a column; AVX2's pass, which adds nothing, cannot
-// share it with them.
-#define ROCQ__MM_VNNI_512(X) \
-    X(Q8_0, q8_0, 0, 0)      \
-    X(IQ4_NL, iq4_nl, 0, 0)  \
-    X(IQ4_XS, iq4_xs, 0, 0)
-
-// The formats that 64-byte vectors decode into both panels of a pair at once, and those of
-// rocq__interleaves, so of all vectors.
-#define ROCQ__MM_FILL(X) \
-    X(Q4_0, q4_0, 8, 8)  \
-    X(Q8_0, q8_0, 0, 0)  \
-    X(Q4_K, q4_K, 0, 8)  \
-    X(Q5_K, q5_K, 0, 4)  \
-    X(Q6_K, q6_K, 32, 2)
-
-// Of these, the formats whose pass of interleaved rows is also compiled for AVX-VNNI: in cache Q8_0
-// gains 58% and Q4_0 10% (Emerald Rapids). The others, whose passes take longer to compile, gain 5
-// to 12%.
-#define ROCQ__MM_FILL_VNNI(X) \
-    X(Q4_0, q4_0, 8, 8)       \
-    X(Q8_0, q8_0, 0, 0)
-
-// The formats with a pass of 64-byte vectors for rows in the file's layout: how many blocks it
-// takes at a time, and how many at the end of a row, where fewer than that are left.
-#define ROCQ__MM_WIDE(X)    \
-    X(Q4_0, q4_0, 4, 2)     \
-    X(Q4_1, q4_1, 4, 1)     \
-    X(Q5_0, q5_0, 2, 2)     \
-    X(Q5_1, q5_1, 2, 1)     \
-    X(Q2_K, q2_K, 1, 1)     \
-    X(Q3_K, q3_K, 1, 1)     \
-    X(Q4_K, q4_K, 1, 1)     \
-    X(Q5_K, q5_K, 1, 1)     \
-    X(Q6_K, q6_K, 1, 1)     \
-    X(IQ4_NL, iq4_nl, 4, 2) \
-    X(IQ4_XS, iq4_xs, 1, 1) \
-    X(TQ1_0, tq1_0, 1, 1)   \
-    X(TQ2_0, tq2_0, 1, 1)   \
-    X(MXFP4, mxfp4, 4, 2)   \
-    X(NVFP4, nvfp4, 4, 1)
-
-// Prefetches `bytes` bytes, `at` bytes into each of n_rows rows: of every 64, once, however many
-// blocks they hold. The rows of a pair of panels are a stride apart.
+// Prefetches `bytes` bytes, `at` bytes into each of n_rows rows. Of every 64 bytes of a row only
+// the block that holds the first prefetches, so that no line is prefetched for each of its blocks.
+// The rows of a pair of panels are rows->stride bytes apart.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm_rows *rows,
                                                                   int64_t at, const int64_t bytes,
                                                                   const int n_rows) {
@@ -12538,34 +12520,56 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_next(const rocq__mm_rows 
 
 typedef void (*rocq__block_avx2)(rocq__sink *to, const int depth, rocq__rows row, int64_t at);
 
-// block and all after it are constants where this is inlined. Interleaved, it multiplies a block of
-// each stream's 16 rows, eight at a time, then the next block of each; else eight rows.
+// What all passes of AVX2 begin with, but for places for scales and mins. offset: see rocq__sink.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__begin_pass_avx2(
+    rocq__sink *to, const rocq__mm_tile *tile, const rocq__mm_rows *rows,
+    const rocq__codec *codec, const int offset) {
+    to->x = rocq__tile_codes(tile, 0);
+    to->x_groups = rocq__tile_groups(tile, 0);
+    to->rows = rows;
+    to->has_min = codec->has_min;
+    to->offset = offset;
+    to->sum = _mm256_setzero_ps();
+}
+
+// A pass (rocq__mm_pass) of eight rows in the file's layout. block and all that follow it are
+// constants where this is inlined. depth is that of the dot, or stands for the byte dot
+// instruction.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows, rocq__block_avx2 block,
-    const rocq__codec *codec, const int raise, const bool is_signed, const int depth,
-    const bool interleaved) {
+    const rocq__codec *codec, const int offset, const int depth) {
     const int64_t bytes = codec->info.block_bytes;
+    float scale[16][ROCQ__MM_PAIR], min[16][ROCQ__MM_PAIR];
+    rocq__sink to;
+    to.scale = scale;
+    to.min = min;
+    rocq__begin_pass_avx2(&to, tile, rows, codec, offset);
+    for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
+        const rocq__rows from = {rows->at, NULL, 0, 0, false};
+        rocq__fetch_next(rows, at, bytes);
+        block(&to, depth, from, at);
+        to.x += codec->info.block_elems;
+        to.x_groups += codec->info.block_elems / codec->group;
+    }
+    _mm256_storeu_ps(sums, to.sum);
+}
+
+// A pass of interleaved rows. It multiplies one block of each stream's 16 rows, eight rows at a
+// time, then the next block of each. Else as rocq__pass_avx2.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_interleaved_avx2(
+    float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows, rocq__block_avx2 block,
+    const rocq__codec *codec, const int offset, const int depth) {
+    const int64_t bytes = ROCQ__SIDE_BY_SIDE * codec->info.block_bytes;
     float scale[16][ROCQ__MM_PAIR], min[16][ROCQ__MM_PAIR];
     __m256 sum[ROCQ__MM_STREAMS][2];
     rocq__sink to;
     to.scale = scale;
     to.min = min;
-    to.x = rocq__tile_codes(tile, 0);
-    to.x_groups = rocq__tile_groups(tile, 0);
-    to.rows = rows;
-    to.has_min = codec->has_min;
-    to.is_signed = is_signed;
-    to.raised = raise > 0 || (is_signed && depth < 0);
-    to.sum = _mm256_setzero_ps();
-    for (int32_t i = 0; interleaved && i < rows->n_streams; i++) sum[i][0] = sum[i][1] = to.sum;
+    rocq__begin_pass_avx2(&to, tile, rows, codec, offset);
+    for (int32_t i = 0; i < rows->n_streams; i++) sum[i][0] = sum[i][1] = to.sum;
     for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
-        if (!interleaved) {
-            const rocq__rows from = {rows->at, NULL, 0, 0, false};
-            rocq__fetch_next(rows, at, bytes);
-            block(&to, depth, from, at);
-        }
-        for (int32_t i = 0; interleaved && i < rows->n_streams; i++) {
-            rocq__rows from = {NULL, rows->at[i] + ROCQ__SIDE_BY_SIDE * at, 0, rows->ahead, true};
+        for (int32_t i = 0; i < rows->n_streams; i++) {
+            rocq__rows from = {NULL, rows->at[i] + at, 0, rows->ahead, true};
             for (; from.half < 2; from.half++) {
                 to.sum = sum[i][from.half];
                 block(&to, depth, from, 0);
@@ -12575,8 +12579,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
         to.x += codec->info.block_elems;
         to.x_groups += codec->info.block_elems / codec->group;
     }
-    if (!interleaved) _mm256_storeu_ps(sums, to.sum);
-    for (int32_t i = 0; interleaved && i < rows->n_streams; i++) {
+    for (int32_t i = 0; i < rows->n_streams; i++) {
         _mm256_storeu_ps(sums + i * rows->apart, sum[i][0]);
         _mm256_storeu_ps(sums + i * rows->apart + ROCQ__MM_ROWS, sum[i][1]);
     }
@@ -12584,8 +12587,9 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
 
 typedef void (*rocq__block_avx512)(rocq__wide_sink *to, rocq__sixteen rows, const int n);
 
-// The block `at` bytes into each of 16 rows in the file's layout. What is prefetched is `ahead`
-// bytes further on: of each row, or of all that follows.
+// The block `at` bytes into each of 16 rows in the file's layout. by_row: each row is prefetched,
+// at `ahead` bytes after its block. Else the rows are contiguous, and as many bytes as the 16
+// blocks have are prefetched from one place, which is `ahead` bytes after 16 * at.
 ROCQ__WIDE rocq__sixteen rocq__sixteen_at(const rocq__mm_rows *rows, int64_t at, const bool by_row,
                                          int64_t ahead) {
     const int64_t further = (by_row ? at : ROCQ__MM_PAIR * at) + ahead;
@@ -12596,13 +12600,13 @@ ROCQ__WIDE rocq__sixteen rocq__sixteen_at(const rocq__mm_rows *rows, int64_t at,
     return wide;
 }
 
-// The same of interleaved rows.
+// A block of each of 16 interleaved rows, which lie at `at`.
 ROCQ__WIDE rocq__sixteen rocq__sixteen_interleaved(const unsigned char *at, int64_t ahead) {
     const rocq__sixteen wide = {at, 0, ahead, true, 0, 0, 0};
     return wide;
 }
 
-// Blocks [*b, n_blocks) of 16 rows, n at a time while so many are left.
+// Multiplies blocks *b, *b + 1 ... of 16 rows, n at a time while so many are left.
 ROCQ__WIDE void rocq__pass_blocks_avx512(rocq__wide_sink *to, const rocq__mm_rows *rows,
                                          rocq__block_avx512 block, const rocq__codec *codec,
                                          const int n, int64_t *b) {
@@ -12617,6 +12621,7 @@ ROCQ__WIDE void rocq__pass_blocks_avx512(rocq__wide_sink *to, const rocq__mm_row
     }
 }
 
+// A pass of 16 rows in the file's layout. at_once and last: see ROCQ__MM_KERNELS.
 ROCQ__WIDE void rocq__pass_avx512(float *sums, const rocq__mm_tile *tile,
                                   const rocq__mm_rows *rows, rocq__block_avx512 block,
                                   const rocq__codec *codec, const int at_once, const int last) {
@@ -12628,7 +12633,7 @@ ROCQ__WIDE void rocq__pass_avx512(float *sums, const rocq__mm_tile *tile,
     _mm512_storeu_ps(sums, to.sum);
 }
 
-// The same for interleaved rows: a block of each stream's 16 rows, then the next block of each.
+// A pass of interleaved rows: a block of each stream's 16 rows, then the next block of each.
 ROCQ__WIDE void rocq__pass_interleaved_avx512(float *sums, const rocq__mm_tile *tile,
                                               const rocq__mm_rows *rows, rocq__block_avx512 block,
                                               const rocq__codec *codec) {
@@ -12698,7 +12703,7 @@ ROCQ__WIDE void rocq__fill_k_scales_avx512(rocq__mm_pair *to, int64_t group,
     }
 }
 
-// As rocq__block_k_avx512.
+// Q4_K, or Q5_K; reads what rocq__block_k_avx512 does.
 ROCQ__WIDE void rocq__fill_k_avx512(rocq__mm_pair *to, int64_t group, rocq__sixteen rows,
                                     const bool five) {
     __m512i v[4], high[8];
@@ -12795,87 +12800,130 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
     }
 }
 
-#define ROCQ__X(NAME, name, raise, depth)                                                         \
+#define ROCQ__PACK(name, codec)                                                                   \
     ROCQ__TARGET_AVX2 static void rocq__pack_##name##_avx2(rocq__mm_pair *pair,                   \
                                                            const rocq__mm_rows *rows, int first) {\
-        rocq__pack_avx2(pair, rows, first, rocq__block_##name##_avx2, &rocq__codec_##name, false);\
-    }                                                                                             \
-    ROCQ__PASS(name, avx2, raise, depth, depth, false)
-#define ROCQ__PASS(name, tier, raise, depth_avx2, depth, interleaved)                             \
-    ROCQ__TARGET_AVX2 static void rocq__pass_##name##_##tier(                                     \
-        float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
-        rocq__pass_avx2(sums, tile, rows, rocq__block_##name##_avx2, &rocq__codec_##name, raise,  \
-                        depth_avx2 == 0, depth, interleaved);                                     \
+        rocq__pack_avx2(pair, rows, first, rocq__block_##name##_avx2, codec, false);              \
     }
-ROCQ__MM_AVX2(ROCQ__X)
-#undef ROCQ__X
-#define ROCQ__X(NAME, name, raise, depth) \
-    ROCQ__PASS(name, avx_vnni, raise, depth, ROCQ__AVX_VNNI, false)
-ROCQ__MM_VNNI(ROCQ__X)
-#undef ROCQ__X
-#define ROCQ__X(NAME, name, raise, depth) \
-    ROCQ__PASS(name, avx512_vnni, raise, depth, ROCQ__AVX512_VNNI, false)
-ROCQ__MM_VNNI_512(ROCQ__X)
-#undef ROCQ__X
-#define ROCQ__X(NAME, name, raise, depth)                                                         \
-    ROCQ__TARGET_AVX2 static void rocq__pack_##name##_interleaved_avx2(                           \
+#define ROCQ__PASS(pass, name, tier, codec, offset, depth)                                        \
+    ROCQ__TARGET_AVX2 static void rocq__##pass##_##name##_##tier(                                 \
+        float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
+        rocq__##pass##_avx2(sums, tile, rows, rocq__block_##name##_avx2, codec, offset, depth);   \
+    }
+#define ROCQ__PASS_AVX512(name, at_once, last)                                                    \
+    ROCQ__TARGET_AVX512 static void rocq__pass_##name##_avx512(                                   \
+        float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
+        rocq__pass_avx512(sums, tile, rows, rocq__block_##name##_avx512, &rocq__codec_##name,     \
+                          at_once, last);                                                         \
+    }
+#define ROCQ__OF_INTERLEAVED(name, raise, depth)                                                  \
+    ROCQ__PASS(pass_interleaved, name, avx2, &rocq__codec_##name, raise, depth)                   \
+    ROCQ__TARGET_AVX2 static void rocq__pack_interleaved_##name##_avx2(                           \
         rocq__mm_pair *pair, const rocq__mm_rows *rows) {                                         \
         for (int first = 0; first < ROCQ__MM_PAIR; first += ROCQ__MM_ROWS) {                      \
             rocq__pack_avx2(pair, rows, first, rocq__block_##name##_avx2, &rocq__codec_##name,    \
                             true);                                                                \
         }                                                                                         \
     }                                                                                             \
-    ROCQ__PASS(name, interleaved_avx2, raise, depth, depth, true)
-ROCQ__MM_FILL(ROCQ__X)
-#undef ROCQ__X
-#define ROCQ__X(NAME, name, raise, depth) \
-    ROCQ__PASS(name, interleaved_avx_vnni, raise, depth, ROCQ__AVX_VNNI, true)
-ROCQ__MM_FILL_VNNI(ROCQ__X)
-#undef ROCQ__PASS
-#undef ROCQ__X
-#define ROCQ__X(NAME, name, at_once, last)                                                    \
-    ROCQ__TARGET_AVX512 static void rocq__pass_##name##_avx512(                               \
-        float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                  \
-        rocq__pass_avx512(sums, tile, rows, rocq__block_##name##_avx512, &rocq__codec_##name, \
-                          at_once, last);                                                     \
-    }
-ROCQ__MM_WIDE(ROCQ__X)
-#undef ROCQ__X
-#define ROCQ__X(NAME, name, raise, depth)                                                     \
-    ROCQ__TARGET_AVX512 static void rocq__pack_##name##_avx512(rocq__mm_pair *pair,           \
-                                                               const rocq__mm_rows *rows) {   \
-        rocq__pack_avx512(pair, rows, rocq__fill_##name##_avx512, &rocq__codec_##name, false); \
-    }                                                                                         \
-    ROCQ__TARGET_AVX512 static void rocq__pack_##name##_interleaved_avx512(                   \
-        rocq__mm_pair *pair, const rocq__mm_rows *rows) {                                     \
-        rocq__pack_avx512(pair, rows, rocq__fill_##name##_avx512, &rocq__codec_##name, true); \
-    }                                                                                         \
-    ROCQ__TARGET_AVX512 static void rocq__pass_##name##_interleaved_avx512(                   \
-        float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                  \
-        rocq__pass_interleaved_avx512(sums, tile, rows, rocq__block_##name##_avx512,          \
-                                      &rocq__codec_##name);                                   \
-    }
-ROCQ__MM_FILL(ROCQ__X)
-#undef ROCQ__X
-
-#define ROCQ__ENTRIES(entry)                                                                      \
-    ROCQ__TARGET_AVX2 static void rocq__pack_##entry##_avx2(rocq__mm_pair *pair,                  \
-                                                            const rocq__mm_rows *rows,            \
-                                                            int first) {                          \
-        rocq__pack_avx2(pair, rows, first, rocq__block_##entry##_avx2, rows->codec, false);       \
+    ROCQ__TARGET_AVX512 static void rocq__pack_interleaved_##name##_avx512(                       \
+        rocq__mm_pair *pair, const rocq__mm_rows *rows) {                                         \
+        rocq__pack_avx512(pair, rows, rocq__fill_##name##_avx512, &rocq__codec_##name, true);     \
     }                                                                                             \
-    ROCQ__TARGET_AVX2 static void rocq__pass_##entry##_avx2(                                      \
+    ROCQ__TARGET_AVX512 static void rocq__pack_##name##_avx512(rocq__mm_pair *pair,               \
+                                                               const rocq__mm_rows *rows) {       \
+        rocq__pack_avx512(pair, rows, rocq__fill_##name##_avx512, &rocq__codec_##name, false);    \
+    }                                                                                             \
+    ROCQ__TARGET_AVX512 static void rocq__pass_interleaved_##name##_avx512(                       \
         float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
-        rocq__pass_avx2(sums, tile, rows, rocq__block_##entry##_avx2, rows->codec, 0, true, 0,    \
-                        false);                                                                   \
+        rocq__pass_interleaved_avx512(sums, tile, rows, rocq__block_##name##_avx512,              \
+                                      &rocq__codec_##name);                                       \
     }
-ROCQ__ENTRIES(eights)
-ROCQ__ENTRIES(fours)
-ROCQ__ENTRIES(iq1)
-#undef ROCQ__ENTRIES
 
-// The AVX-512 kernels that multiply several columns. is_signed: decoded codes may be negative.
-static void rocq__mm_choose_vnni(rocq__mm *mm, bool is_signed) {
+// `kernel` where a column of ROCQ__MM_KERNELS is not 0, else `none`.
+#define ROCQ__IF_0(kernel, none) none
+#define ROCQ__IF_1(kernel, none) kernel
+#define ROCQ__IF_2(kernel, none) kernel
+#define ROCQ__IF_4(kernel, none) kernel
+
+#define ROCQ__X(NAME, name, raise, depth, vnni, vnni_512, at_once, last, interleaved, its_vnni)   \
+    ROCQ__PACK(name, &rocq__codec_##name)                                                         \
+    ROCQ__PASS(pass, name, avx2, &rocq__codec_##name, raise, depth)                               \
+    ROCQ__IF_##vnni(ROCQ__PASS(pass, name, avx_vnni, &rocq__codec_##name,                         \
+                               depth == 0 ? 128 : raise, ROCQ__AVX_VNNI), )                       \
+    ROCQ__IF_##vnni_512(ROCQ__PASS(pass, name, avx512_vnni, &rocq__codec_##name,                  \
+                                   128, ROCQ__AVX512_VNNI), )                                     \
+    ROCQ__IF_##at_once(ROCQ__PASS_AVX512(name, at_once, last), )                                  \
+    ROCQ__IF_##interleaved(ROCQ__OF_INTERLEAVED(name, raise, depth), )                            \
+    ROCQ__IF_##its_vnni(ROCQ__PASS(pass_interleaved, name, avx_vnni, &rocq__codec_##name,         \
+                                   depth == 0 ? 128 : raise, ROCQ__AVX_VNNI), )
+ROCQ__MM_KERNELS(ROCQ__X)
+#undef ROCQ__X
+
+// For the formats with a codebook, by the kind of its entries. Their codes are signed.
+#define ROCQ__BOOK(entry)          \
+    ROCQ__PACK(entry, rows->codec) \
+    ROCQ__PASS(pass, entry, avx2, rows->codec, 0, 0)
+ROCQ__BOOK(eights)
+ROCQ__BOOK(fours)
+ROCQ__BOOK(iq1)
+#undef ROCQ__BOOK
+#undef ROCQ__PACK
+#undef ROCQ__PASS
+#undef ROCQ__PASS_AVX512
+#undef ROCQ__OF_INTERLEAVED
+
+// The kernels of a format; NULL where there is none.
+typedef struct rocq__mm_kernels {
+    rocq_format format;
+    int32_t raise, depth, last;         // see ROCQ__MM_KERNELS
+    rocq__mm_pack pack;
+    rocq__mm_pack_pair pack_pair[2][2]; // [w is interleaved][the processor has AVX-512]
+    rocq__mm_pass pass[2][3];           // [w is interleaved], for AVX2, AVX-VNNI and AVX-512
+    rocq__mm_pass wide_pass;            // of 16 rows in the file's layout, for AVX-512
+    rocq__take_book take_book;          // with a codebook: unpacks a block;
+    size_t book;                        // and the codebook's place in rocq__books
+} rocq__mm_kernels;
+
+static const rocq__mm_kernels *rocq__mm_kernels_of(rocq_format format) {
+    static const rocq__mm_kernels all[] = {
+#define ROCQ__X(NAME, name, raise, depth, vnni, vnni_512, at_once, last, interleaved, its_vnni)   \
+    {ROCQ_##NAME, raise, depth, last, rocq__pack_##name##_avx2,                                   \
+     {{NULL, ROCQ__IF_##interleaved(rocq__pack_##name##_avx512, NULL)},                           \
+      {ROCQ__IF_##interleaved(rocq__pack_interleaved_##name##_avx2, NULL),                        \
+       ROCQ__IF_##interleaved(rocq__pack_interleaved_##name##_avx512, NULL)}},                    \
+     {{rocq__pass_##name##_avx2, ROCQ__IF_##vnni(rocq__pass_##name##_avx_vnni, NULL),             \
+       ROCQ__IF_##vnni_512(rocq__pass_##name##_avx512_vnni, NULL)},                               \
+      {ROCQ__IF_##interleaved(rocq__pass_interleaved_##name##_avx2, NULL),                        \
+       ROCQ__IF_##its_vnni(rocq__pass_interleaved_##name##_avx_vnni, NULL),                       \
+       ROCQ__IF_##interleaved(rocq__pass_interleaved_##name##_avx512, NULL)}},                    \
+     ROCQ__IF_##at_once(rocq__pass_##name##_avx512, NULL), NULL, 0},
+        ROCQ__MM_KERNELS(ROCQ__X)
+#undef ROCQ__X
+#define ROCQ__X(NAME, name, entry, of)                                                            \
+    {ROCQ_##NAME, 0, 0, 0, rocq__pack_##entry##_avx2, {{NULL, NULL}, {NULL, NULL}},               \
+     {{rocq__pass_##entry##_avx2, NULL, NULL}, {NULL, NULL, NULL}}, NULL,                         \
+     rocq__book_##name##_avx2, offsetof(rocq__books, of)},
+        ROCQ__X(IQ1_S, iq1_s, iq1, iq1)
+        ROCQ__X(IQ1_M, iq1_m, iq1, iq1)
+        ROCQ__X(IQ2_XXS, iq2_xxs, eights, iq2_xxs)
+        ROCQ__X(IQ2_XS, iq2_xs, eights, iq2_xs)
+        ROCQ__X(IQ2_S, iq2_s, eights, iq2_s)
+        ROCQ__X(IQ3_XXS, iq3_xxs, fours, iq3_xxs)
+        ROCQ__X(IQ3_S, iq3_s, fours, iq3_s)
+#undef ROCQ__X
+    };
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        if (all[i].format == format) return &all[i];
+    }
+    return NULL;
+}
+#undef ROCQ__IF_0
+#undef ROCQ__IF_1
+#undef ROCQ__IF_2
+#undef ROCQ__IF_4
+
+// The dots of AVX-512, for more columns than one.
+static void rocq__mm_choose_dot_avx512(rocq__mm *mm) {
     if (mm->group == 32) {
         mm->dot = mm->has_min ? rocq__dot_pair_group32_min : rocq__dot_pair_group32;
         mm->wide_dot = mm->has_min ? rocq__dot_tile_group32_min : rocq__dot_tile_group32;
@@ -12883,58 +12931,17 @@ static void rocq__mm_choose_vnni(rocq__mm *mm, bool is_signed) {
         mm->dot = mm->has_min ? rocq__dot_pair_group16_min : rocq__dot_pair_group16;
         mm->wide_dot = mm->has_min ? rocq__dot_tile_group16_min : rocq__dot_tile_group16;
     }
-    mm->raise = is_signed;
-    if (is_signed) mm->offset = 128;
-    switch (mm->w->format) {
-#define ROCQ__X(NAME, name, raise, depth)                                         \
-    case ROCQ_##NAME:                                                             \
-        mm->pack_pair = mm->interleaved ? rocq__pack_##name##_interleaved_avx512 \
-                                         : rocq__pack_##name##_avx512;            \
-        break;
-        ROCQ__MM_FILL(ROCQ__X)
-#undef ROCQ__X
-    default: break;
-    }
-}
-
-// The kernels that read interleaved rows without AVX-512, or a lone column's with it.
-static void rocq__mm_choose_interleaved(rocq__mm *mm) {
-    switch (mm->w->format) {
-#define ROCQ__X(NAME, name, raise, depth)                                          \
-    case ROCQ_##NAME:                                                              \
-        if (!mm->pass) {                                                           \
-            if (!mm->avx512) mm->pack_pair = rocq__pack_##name##_interleaved_avx2; \
-            break;                                                                 \
-        }                                                                          \
-        if ((depth) == 0 && (mm->avx512 || mm->avx_vnni)) mm->offset = 128;        \
-        mm->wide_pass = mm->avx512 ? rocq__pass_##name##_interleaved_avx512        \
-                                   : rocq__pass_##name##_interleaved_avx2;         \
-        break;
-        ROCQ__MM_FILL(ROCQ__X)
-#undef ROCQ__X
-    default: break;
-    }
-    if (!mm->pass || mm->avx512 || !mm->avx_vnni) return;
-    switch (mm->w->format) {
-#define ROCQ__X(NAME, name, raise, depth) \
-    case ROCQ_##NAME: mm->wide_pass = rocq__pass_##name##_interleaved_avx_vnni; break;
-        ROCQ__MM_FILL_VNNI(ROCQ__X)
-#undef ROCQ__X
-    default: break;
-    }
 }
 #endif
 
+// Sets all that depends on the kernels. mm is zero there, or n is 1 and they are chosen once more,
+// with fewer instruction sets (rocq__experts_product).
 static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     const rocq__codec *codec = rocq__codec_of(mm->w->format);
     mm->group = codec->group;
     mm->has_min = codec->has_min;
     mm->pack = rocq__pack_int8;
     mm->dot = rocq__dot_int8;
-    mm->wide_pass = NULL;
-    mm->wide_dot = NULL;
-    mm->pack_pair = NULL;
-    mm->raise = false;
     (void)books;
 #if ROCQ__HAS_NEON
     if (mm->simd) mm->dot = rocq__dot_int8_neon;
@@ -12943,68 +12950,29 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
 #endif
 #endif
 #if ROCQ__HAS_AVX2
-    if (!mm->simd) return;
-    int depth = 0;
-    switch (mm->w->format) {
-#define ROCQ__X(NAME, name, raise, depth_avx2) \
-    case ROCQ_##NAME:                          \
-        mm->offset = raise;                    \
-        depth = depth_avx2;                    \
-        mm->pack = rocq__pack_##name##_avx2;   \
-        mm->pass = rocq__pass_##name##_avx2;   \
-        break;
-        ROCQ__MM_AVX2(ROCQ__X)
-#undef ROCQ__X
-#define ROCQ__X(NAME, name, entry, of)            \
-    case ROCQ_##NAME:                             \
-        mm->take_book = rocq__book_##name##_avx2; \
-        mm->book = books->of;                     \
-        mm->pack = rocq__pack_##entry##_avx2;     \
-        mm->pass = rocq__pass_##entry##_avx2;     \
-        break;
-        ROCQ__MM_BOOK(ROCQ__X)
-#undef ROCQ__X
-    default: return;
-    }
-    mm->dot = rocq__dot_int8_for(mm->group, depth);
-    if (mm->n != 1) mm->pass = NULL;
-    if (mm->avx512 && !mm->pass) rocq__mm_choose_vnni(mm, depth == 0);
-    if (mm->interleaved) {
-        rocq__mm_choose_interleaved(mm);
+    const rocq__mm_kernels *kernels = rocq__mm_kernels_of(mm->w->format);
+    if (!mm->simd || !kernels) return;
+    const bool is_signed = kernels->depth == 0;
+    const rocq__mm_pass *pass = kernels->pass[mm->interleaved];
+    mm->offset = kernels->raise;
+    mm->take_book = kernels->take_book;
+    mm->book = (const char *)books + kernels->book;
+    mm->pack = kernels->pack;
+    mm->dot = rocq__dot_int8_for(mm->group, kernels->depth);
+    if (mm->n != 1) {
+        mm->pack_pair = kernels->pack_pair[mm->interleaved][mm->avx512];
+        if (!mm->avx512) return;
+        rocq__mm_choose_dot_avx512(mm);
+        mm->raise = is_signed;
+        if (is_signed) mm->offset = 128;
         return;
     }
-    if (!mm->pass) return;
-    switch (mm->w->format) {
-#define ROCQ__X(NAME, name, raise, depth)        \
-    case ROCQ_##NAME:                            \
-        if (!mm->avx_vnni) break;                \
-        mm->offset = (depth) == 0 ? 128 : raise; \
-        mm->pass = rocq__pass_##name##_avx_vnni; \
-        break;
-        ROCQ__MM_VNNI(ROCQ__X)
-#undef ROCQ__X
-    default: break;
-    }
-    switch (mm->w->format) {
-#define ROCQ__X(NAME, name, raise, depth)           \
-    case ROCQ_##NAME:                               \
-        if (!mm->avx512) break;                     \
-        mm->offset = 128;                           \
-        mm->pass = rocq__pass_##name##_avx512_vnni; \
-        break;
-        ROCQ__MM_VNNI_512(ROCQ__X)
-#undef ROCQ__X
-    default: break;
-    }
-    switch (mm->w->format) {
-#define ROCQ__X(NAME, name, at_once, last)                                         \
-    case ROCQ_##NAME:                                                              \
-        if (!mm->avx512 || mm->w->ne[0] % (last * codec->info.block_elems)) break; \
-        mm->wide_pass = rocq__pass_##name##_avx512;                                \
-        break;
-        ROCQ__MM_WIDE(ROCQ__X)
-#undef ROCQ__X
-    default: break;
+    mm->pass = mm->avx512 && pass[2] ? pass[2] : mm->avx_vnni && pass[1] ? pass[1] : pass[0];
+    if (is_signed && mm->pass != pass[0]) mm->offset = 128;
+    mm->wide_pass = mm->interleaved ? mm->pass : NULL;
+    if (mm->avx512 && !mm->interleaved && kernels->wide_pass &&
+        mm->w->ne[0] % (kernels->last * codec->info.block_elems) == 0) {
+        mm->wide_pass = kernels->wide_pass;
     }
 #endif
 }
@@ -13147,7 +13115,7 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
         tile.n = n;
         rows.stride = rocq__bytes(format, t->stride[1]);
         for (int p = 0; p < n_pairs; p++, row += ROCQ__MM_PAIR) {
-            // Past the last row the last one comes again.
+            // Rows past the last one are the last one again.
             const int last = ROCQ__MM_PAIR - 1;
             if (mm->pack_pair && (mm->interleaved || row[last] - row[0] == last * rows.stride)) {
                 rows.at[0] =
@@ -13171,14 +13139,14 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
                          (const float *)(const void *)columns + first, n);
 }
 
-// -- between the two: a low-rank adapter --
+// -- between steps 2 and 3: a low-rank adapter --
 
 enum {
     ROCQ__LORA_RANK = ROCQ__MM_SEGMENT, // the most, so that K is one segment
     ROCQ__LORA_AHEAD = 2048             // bytes of B that are prefetched
 };
 
-// Prefetches rows of B: of a matrix too short for the processor's prefetcher to see the stream.
+// Prefetches rows of B: the hardware prefetcher notices the stream of so short a matrix too late.
 static inline void rocq__mm_fetch_lora(const unsigned char *row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) ROCQ__FETCH(row, i);
 }
@@ -13417,8 +13385,8 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
     }
 }
 
-// What rocq__mm_run does, for a single column that a pass multiplies. It takes many panels at a
-// time and runs the epilogue once for all of them: with a K as short as 256, computing addresses
+// Does the work of rocq__mm_run for a single column that a pass multiplies. It takes many panels at
+// a time and runs the epilogue once for all of them: with a K as short as 256, computing addresses
 // and running an epilogue for each panel would cost as much as the products.
 static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__mm *mm = (const rocq__mm *)arg;
@@ -13667,8 +13635,8 @@ static void rocq__mm_run_all(void *arg, int64_t begin, int64_t end, int32_t thre
     }
 }
 
-// What panels begin .. end of the chain read first, ROCQ__MM_AHEAD bytes at most. Where there is a
-// w2, a thread reads some of its rows and then those of w: half of what is left goes to each.
+// Lists what panels begin .. end of the chain read first, ROCQ__MM_AHEAD bytes at most. If there is
+// a w2, a thread reads some of its rows and then those of w: half of what is left goes to each.
 static void rocq__mm_reads(const void *arg, int64_t begin, int64_t end, rocq__ahead *to) {
     const rocq__mm_chain *chain = (const rocq__mm_chain *)arg;
     int64_t first = 0, left = ROCQ__MM_AHEAD;
@@ -13747,18 +13715,12 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
     }
 }
 
+#undef ROCQ__MM_KERNELS
 #if ROCQ__HAS_AVX2
 #undef ROCQ__UNROLL_PARTS
 #undef ROCQ__KEEP_ORDER
 #undef ROCQ__KEEP_512
 #undef ROCQ__KEEP_ADDRESS
-#undef ROCQ__MM_BOOK
-#undef ROCQ__MM_VNNI
-#undef ROCQ__MM_VNNI_512
-#undef ROCQ__MM_FILL
-#undef ROCQ__MM_FILL_VNNI
-#undef ROCQ__MM_WIDE
-#undef ROCQ__MM_AVX2
 #endif
 
 // ---------------------------------------------------------------------------------------------
@@ -31093,35 +31055,7 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 
 #undef ROCQ__ALIGNAS
 #undef ROCQ__ALWAYS_INLINE
-#undef ROCQ__CODEC_BF16
-#undef ROCQ__CODEC_F16
-#undef ROCQ__CODEC_F32
-#undef ROCQ__CODEC_IQ4_NL
-#undef ROCQ__CODEC_IQ4_XS
-#undef ROCQ__CODEC_MXFP4
-#undef ROCQ__CODEC_IQ2_XXS
-#undef ROCQ__CODEC_IQ2_XS
-#undef ROCQ__CODEC_IQ3_XXS
-#undef ROCQ__CODEC_IQ1_S
-#undef ROCQ__CODEC_IQ3_S
-#undef ROCQ__CODEC_IQ2_S
-#undef ROCQ__CODEC_IQ1_M
-#undef ROCQ__CODEC_TQ1_0
-#undef ROCQ__CODEC_TQ2_0
-#undef ROCQ__CODEC_NVFP4
 #undef ROCQ__BYTES
-#undef ROCQ__CODEC_MXFP6_E2M3
-#undef ROCQ__CODEC_MXFP6_E3M2
-#undef ROCQ__CODEC_Q2_K
-#undef ROCQ__CODEC_Q3_K
-#undef ROCQ__CODEC_Q4_0
-#undef ROCQ__CODEC_Q4_1
-#undef ROCQ__CODEC_Q4_K
-#undef ROCQ__CODEC_Q5_0
-#undef ROCQ__CODEC_Q5_1
-#undef ROCQ__CODEC_Q5_K
-#undef ROCQ__CODEC_Q6_K
-#undef ROCQ__CODEC_Q8_0
 #undef ROCQ__EITHER
 #undef ROCQ__END_SIMD
 #undef ROCQ__EXP_LEAST
@@ -31151,9 +31085,7 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 #undef ROCQ__MAX
 #undef ROCQ__MIN
 #undef ROCQ__NOINLINE
-#undef ROCQ__NO_GRID
 #undef ROCQ__OTHER_TYPES
-#undef ROCQ__PAIR
 #undef ROCQ__PREFETCH
 #undef ROCQ__PRINTF
 #undef ROCQ__PRINT_FIELDS
