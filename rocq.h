@@ -1740,8 +1740,9 @@ ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx);
 
 // Makes ops and graph launches from now on fail with E_CANCELLED, before they do anything, until
 // rocq_sync has waited for the work submitted before. One that is running on the CPU stops soon and
-// fails too, with outputs that are partly written, unless it was about to end. May be called from
-// any thread and from a signal handler.
+// fails too, with outputs that are partly written, unless it was about to end. What fails with
+// E_CANCELLED has its message in rocq_error, but goes to rocq_desc.log as INFO, not as an error,
+// since the program asked for it. May be called from any thread and from a signal handler.
 ROCQ_DEF void rocq_cancel(rocq_ctx *ctx);
 
 // Between begin and end, ops are recorded in the order of their calls instead of run; each is
@@ -4286,6 +4287,12 @@ struct rocq_ctx {
 // ---------------------------------------------------------------------------------------------
 // Error messages, lines for desc.log, and text for functions of the caller's, such as reports.
 
+// Logs the message of a call that failed, once. What the program cancels is not an error to it.
+static void rocq__log_failure(rocq_ctx *ctx, rocq_result result) {
+    const rocq_log_level level = result == ROCQ_E_CANCELLED ? ROCQ_LOG_INFO : ROCQ_LOG_ERROR;
+    if (ctx->desc.log && !ctx->quiet) ctx->desc.log(level, ctx->error, ctx->desc.log_user);
+}
+
 // Stores and logs the message of a failure and returns its code, so that failing is one statement.
 ROCQ__PRINTF(3, 4)
 static rocq_result rocq__fail(rocq_ctx *ctx, rocq_result result, const char *format, ...) {
@@ -4294,9 +4301,7 @@ static rocq_result rocq__fail(rocq_ctx *ctx, rocq_result result, const char *for
     va_start(args, format);
     vsnprintf(ctx->error, sizeof ctx->error, format, args);
     va_end(args);
-    if (ctx->desc.log && !ctx->quiet) {
-        ctx->desc.log(ROCQ_LOG_ERROR, ctx->error, ctx->desc.log_user);
-    }
+    rocq__log_failure(ctx, result);
     return result;
 }
 
@@ -4314,13 +4319,12 @@ static void rocq__attempt_begin(rocq_ctx *ctx, rocq__attempt *attempt) {
     ctx->quiet = true;
 }
 
-// forget: the attempt succeeded, or the call continues another way.
-static void rocq__attempt_end(rocq_ctx *ctx, const rocq__attempt *attempt, bool forget) {
+// result: the attempt's. forget: it succeeded, or the call continues another way.
+static void rocq__attempt_end(rocq_ctx *ctx, const rocq__attempt *attempt, rocq_result result,
+                              bool forget) {
     ctx->quiet = attempt->quiet;
     if (forget) memcpy(ctx->error, attempt->error, sizeof attempt->error);
-    else if (ctx->desc.log && !ctx->quiet) {
-        ctx->desc.log(ROCQ_LOG_ERROR, ctx->error, ctx->desc.log_user);
-    }
+    else rocq__log_failure(ctx, result);
 }
 
 // Logs a message without making it rocq_error's.
@@ -5405,9 +5409,7 @@ static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *
         return rocq__fail(ctx, ROCQ_E_CANCELLED,
                           "%s: rocq_cancel was called; rocq_sync takes it back", call);
     }
-    if (team->result != ROCQ_OK && ctx->desc.log && !quiet) {
-        ctx->desc.log(ROCQ_LOG_ERROR, ctx->error, ctx->desc.log_user);
-    }
+    if (team->result != ROCQ_OK) rocq__log_failure(ctx, team->result);
     return team->result;
 }
 
@@ -7125,7 +7127,25 @@ static const char *rocq__gguf_type_name(uint32_t type_id) {
     }
 }
 
-// The start of a name, for messages: bytes that are not printable ASCII are replaced by '?'.
+// Bytes of the UTF-8 character that text, of n bytes, begins with; 0 where it begins with none, or
+// with one that would not stay in its place of a line: a control character, a line separator or a
+// mark that turns the direction of writing.
+static int64_t rocq__utf8_length(const char *text, int64_t n) {
+    const unsigned char *s = (const unsigned char *)text, c = s[0];
+    const int64_t length = c < 0x80 ? 1 : c < 0xc2 ? 0 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : 4;
+    if (c < 32 || c == 127 || c > 0xf4 || length == 0 || length > n) return 0;
+    uint32_t code = length == 1 ? c : c & (0x7fu >> length);
+    for (int64_t i = 1; i < length; i++) {
+        if ((s[i] & 0xc0u) != 0x80) return 0;
+        code = code << 6 | (s[i] & 0x3fu);
+    }
+    const bool overlong = (length == 3 && code < 0x800) || (length == 4 && code < 0x10000);
+    if (overlong || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return 0;
+    if ((code >= 0x80 && code < 0xa0) || (code >= 0x2028 && code <= 0x202e)) return 0;
+    return code >= 0x2066 && code <= 0x2069 ? 0 : length;
+}
+
+// The start of a name, for messages: bytes that are no printable character of UTF-8 become '?'.
 typedef struct rocq__label {
     char text[65];
 } rocq__label;
@@ -7133,8 +7153,12 @@ typedef struct rocq__label {
 static rocq__label rocq__label_of(const char *name, int64_t length) {
     rocq__label label;
     int64_t n = 0;
-    for (; n < length && n < (int64_t)sizeof label.text - 1; n++) {
-        label.text[n] = name[n] >= 32 && name[n] < 127 ? name[n] : '?';
+    while (n < length && n < (int64_t)sizeof label.text - 1) {
+        const int64_t whole = rocq__utf8_length(name + n, length - n);
+        if (n + whole > (int64_t)sizeof label.text - 1) break;
+        if (whole > 0) memcpy(label.text + n, name + n, (size_t)whole);
+        else label.text[n] = '?';
+        n += ROCQ__MAX(whole, 1);
     }
     label.text[n] = 0;
     return label;
@@ -7149,7 +7173,8 @@ static rocq_result rocq__gguf_bad(const rocq_gguf *file, const rocq__gguf_index 
     rocq__label name = rocq__label_of("", 0);
     if (file->path) {
         const int64_t length = (int64_t)strlen(file->path);
-        const int64_t cut = ROCQ__MAX(length + 1 - (int64_t)sizeof name.text, 0);
+        int64_t cut = ROCQ__MAX(length + 1 - (int64_t)sizeof name.text, 0);
+        while (cut > 0 && (file->path[cut] & 0xc0) == 0x80) cut++; // inside of a character
         snprintf(place, sizeof place, "'%s%s', ", cut > 0 ? "..." : "",
                  rocq__label_of(file->path + cut, length - cut).text);
     }
@@ -7757,11 +7782,16 @@ static rocq_result rocq__gguf_open_one(rocq_ctx *ctx, rocq_gguf **file,
     return result;
 }
 
-// A number of the split, or 0 where there is none.
-static rocq_result rocq__gguf_split(const rocq_gguf *file, const char *key, int64_t *number) {
+// A number of the split, or 0 where there is none, of the file at path.
+static rocq_result rocq__gguf_split(const rocq_gguf *file, const char *path, const char *key,
+                                    int64_t *number) {
+    rocq__attempt attempt;
     *number = 0;
+    rocq__attempt_begin(file->ctx, &attempt);
     const rocq_result result = rocq_gguf_get_i64(file, key, number);
-    return result == ROCQ_E_NOT_FOUND ? ROCQ_OK : result;
+    rocq__attempt_end(file->ctx, &attempt, result, true); // this message names the file, too:
+    if (result == ROCQ_OK || result == ROCQ_E_NOT_FOUND) return ROCQ_OK;
+    return rocq__fail(file->ctx, result, "gguf: '%s' of '%s' does not read as i64", key, path);
 }
 
 // Opens the file at desc->path, appends it to the row, and checks that it is file i of n.
@@ -7777,8 +7807,8 @@ static rocq_result rocq__gguf_open_other(rocq_gguf *file, const rocq_gguf_desc *
     }
     other->base = rocq__gguf_end(file);
     file->others[file->n_others++] = other;
-    ROCQ__TRY(rocq__gguf_split(other, "split.no", &number));
-    ROCQ__TRY(rocq__gguf_split(other, "split.count", &count));
+    ROCQ__TRY(rocq__gguf_split(other, desc->path, "split.no", &number));
+    ROCQ__TRY(rocq__gguf_split(other, desc->path, "split.count", &count));
     if (number != i || count != n) {
         return rocq__fail(file->ctx, ROCQ_E_CORRUPT, "gguf: '%s' is number %lld of %lld by its "
                           "metadata (split.no, split.count), expected %d of %d", desc->path,
@@ -7804,9 +7834,9 @@ static rocq_result rocq__gguf_open_others(rocq_gguf *file, const rocq_gguf_desc 
     const size_t length = strlen(desc->path);
     int64_t count, number, tensors;
     char suffix[64];
-    ROCQ__TRY(rocq__gguf_split(file, "split.count", &count));
-    ROCQ__TRY(rocq__gguf_split(file, "split.no", &number));
-    ROCQ__TRY(rocq__gguf_split(file, "split.tensors.count", &tensors));
+    ROCQ__TRY(rocq__gguf_split(file, desc->path, "split.count", &count));
+    ROCQ__TRY(rocq__gguf_split(file, desc->path, "split.no", &number));
+    ROCQ__TRY(rocq__gguf_split(file, desc->path, "split.tensors.count", &tensors));
     if (count < 2) return ROCQ_OK;
     if (count > MOST) {
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "gguf: '%s' is one of %lld files of a model by "
@@ -25182,7 +25212,7 @@ static rocq_result rocq__plan_op(rocq_ctx *ctx, const rocq__op *op, const void *
     rocq__attempt_begin(ctx, &attempt);
     const rocq_result result = rocq__plan_hip(ctx, op, params, NULL, scratch);
     const bool other_way = result == ROCQ_E_UNSUPPORTED;
-    rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || other_way);
+    rocq__attempt_end(ctx, &attempt, result, result == ROCQ_OK || other_way);
     if (!other_way) return result;
     const rocq_tensor *planar = rocq__planar_operand(op->id, params);
     if (planar) {
@@ -25875,7 +25905,7 @@ static rocq_result rocq__graph_prepare(rocq_ctx *ctx, rocq_graph *graph) {
     const rocq_result result = rocq__graph_capture(ctx, graph);
     const bool refused = result == ROCQ_E_DEVICE;
     if (refused) rocq__log(ctx, ROCQ_LOG_WARN, "graph: ops run one by one: %s", ctx->error);
-    rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || refused);
+    rocq__attempt_end(ctx, &attempt, result, result == ROCQ_OK || refused);
     graph->refused = refused;
     return refused ? ROCQ_OK : result;
 }
@@ -26351,7 +26381,7 @@ static rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
         rocq__attempt_begin(ctx, &slab);
         const rocq_result result = rocq__slab_take(pool, c, attempt == 0 ? n : 1);
         const bool no_memory = result == ROCQ_E_BUDGET || result == ROCQ_E_MEMORY;
-        rocq__attempt_end(ctx, &slab, result == ROCQ_OK || no_memory);
+        rocq__attempt_end(ctx, &slab, result, result == ROCQ_OK || no_memory);
         if (!no_memory) return result;
         ROCQ__TRY(rocq__pool_trim(pool, attempt == 0 ? keep : 0));
     }
@@ -28011,7 +28041,7 @@ static rocq_result rocq__gpu_attempt(rocq_ctx *ctx) {
     const rocq_result result = rocq__gpu_open(ctx);
     ctx->gpu_result = result;
     if (result != ROCQ_OK) memcpy(ctx->gpu_message, ctx->error, sizeof ctx->gpu_message);
-    rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || fallback);
+    rocq__attempt_end(ctx, &attempt, result, result == ROCQ_OK || fallback);
     if (result == ROCQ_OK || !fallback) return result;
     rocq__log(ctx, wanted ? ROCQ_LOG_WARN : ROCQ_LOG_INFO, "on the CPU: %s", ctx->gpu_message);
     return ROCQ_OK;
@@ -29968,7 +29998,7 @@ static rocq_result rocq__tune_compare(rocq__tuning *t, const rocq_launch_config 
     rocq_result result = rocq__tune_record(t, config, &row);
     if (result == ROCQ_OK) result = rocq__tune_sample(t, config, row, b); // not counted
     const bool no_room = result == ROCQ_E_MEMORY || result == ROCQ_E_BUDGET;
-    rocq__attempt_end(t->ctx, &trial, result == ROCQ_OK || no_room);
+    rocq__attempt_end(t->ctx, &trial, result, result == ROCQ_OK || no_room);
     for (int32_t i = 0; i < n && result == ROCQ_OK; i++) {
         result = rocq__tune_sample(t, &t->rule, t->rule_row, &a[i]);
         if (result == ROCQ_OK) result = rocq__tune_sample(t, config, row, &b[i]);
@@ -30534,7 +30564,7 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
             rocq__stand_in(node, memory);
             rocq__attempt_begin(ctx, &attempt);
             rocq__run_cpu(ctx, node->op, node->params);
-            rocq__attempt_end(ctx, &attempt, true); // it may fail: 1 may be too large an index
+            rocq__attempt_end(ctx, &attempt, ROCQ_OK, true); // it may fail: 1 may be no index
         }
         if (rocq_time_ns() - start >= ROCQ__REHEARSAL_NS) break;
     }
@@ -30969,7 +30999,7 @@ static rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
     if (unchecked) {
         rocq__log(ctx, ROCQ_LOG_WARN, "graph: its replay is not checked: %s", ctx->error);
     }
-    rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || unchecked);
+    rocq__attempt_end(ctx, &attempt, result, result == ROCQ_OK || unchecked);
     if (unchecked) {
         result = ROCQ_OK;
     } else if (result == ROCQ_OK) {
