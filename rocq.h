@@ -240,7 +240,8 @@
    the first copy of a GPU context, rocq_warm (which takes what the first copy and replay would),
    rocq_profile_start, rocq_measure_launch, and the tuner. Host memory comes from
    rocq_desc.allocator, device and pinned memory from the runtime. rocq.h does not use stb_ds, as
-   the examples do, because that cannot report a failed allocation.
+   the examples do, because that cannot report a failed allocation; its author, too, advises against
+   it in such a library.
 
    rocq_desc.memory_budget limits the sum of buffers (a KV cache is one), pools, scratch, the
    staging memory that rocq_gguf_load has on a GPU while it runs, and the memory in which the check
@@ -302,8 +303,10 @@
    that the program names with rocq_region_begin and _end; rocq_profile_report writes a table, JSON,
    or a trace that Perfetto opens. A graph is one region: to see its ops, set no_graphs. Begin and
    end only append to a log; results are made from it when they are asked for. So that measuring
-   takes 0.5% of the time at most, short steps are measured now and then, each as a whole, and sums
-   are scaled; for a trace without gaps set rocq_profile_desc.cost to 1.
+   takes about 0.5% of the time, short steps are measured now and then, each as a whole, and sums
+   are scaled; for a trace without gaps set rocq_profile_desc.cost to 1. All that a profile costs,
+   with what it cannot measure of itself, was 0.2 to 0.3% of a 1.1B model's step, and 1.1 to 1.3% of
+   a step of 155 us (H100, bench/launch).
 
    Loading kernels onto the GPU, and pages of a mapped file into memory, is done by what needs them
    first. rocq_warm does it before: record a step, warm it, and the first token takes about as long
@@ -1704,7 +1707,8 @@ typedef struct rocq_adamw_params {
 // them before the call returns. Tensors of a CPU context are in host memory, of a GPU context in
 // device memory. A context is for one thread at a time; different contexts are independent.
 // Verbs in pairs: open and close a context or a file, create and destroy an object, init and free a
-// value that the caller holds, alloc and free memory.
+// value that the caller holds, alloc and free memory, begin and end what lies between two calls,
+// start and stop the profile, save and load what a file keeps; a KV cache is saved and restored.
 
 // -- results and errors --
 
@@ -1739,8 +1743,9 @@ ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx);
 
 // Makes ops and graph launches from now on fail with E_CANCELLED, before they do anything, until
 // rocq_sync has waited for the work submitted before. One that is running on the CPU stops soon and
-// fails too, with outputs that are partly written, unless it was about to end. May be called from
-// any thread and from a signal handler.
+// fails too, with outputs that are partly written, unless it was about to end. What fails with
+// E_CANCELLED has its message in rocq_error, but goes to rocq_desc.log as INFO, not as an error,
+// since the program asked for it. May be called from any thread and from a signal handler.
 ROCQ_DEF void rocq_cancel(rocq_ctx *ctx);
 
 // Between begin and end, ops are recorded in the order of their calls instead of run; each is
@@ -2407,8 +2412,9 @@ typedef struct rocq_profile_desc {
     bool host_only;         // GPU: host times alone, no events in the queue
     bool roctx;             // also mark ranges for AMD's profilers, where libroctx64 is found;
                             // every region is then measured
-    double cost;            // most that measuring may take of the time, as a share: 0 = 0.005;
-                            // 1 = every call is measured, whatever it takes (for a trace)
+    double cost;            // share of the time that measuring aims to stay below: 0 = 0.005, of
+                            // which very short steps take more (>>time); 1 = every call is
+                            // measured, whatever it takes (for a trace)
     double bytes_per_s;     // peak of the device, for shares; 0 = the chip's (GPU), none (CPU)
     double flops_per_s;     // the same in F32, or
     double matrix_per_s;    // on the matrix unit; 0 = none of other GPUs than AMD's
@@ -4303,6 +4309,12 @@ struct rocq_ctx {
 // ---------------------------------------------------------------------------------------------
 // Error messages, lines for desc.log, and text for functions of the caller's, such as reports.
 
+// Logs the message of a call that failed, once. What the program cancels is not an error to it.
+static void rocq__log_failure(rocq_ctx *ctx, rocq_result result) {
+    const rocq_log_level level = result == ROCQ_E_CANCELLED ? ROCQ_LOG_INFO : ROCQ_LOG_ERROR;
+    if (ctx->desc.log && !ctx->quiet) ctx->desc.log(level, ctx->error, ctx->desc.log_user);
+}
+
 // Stores and logs the message of a failure and returns its code, so that failing is one statement.
 ROCQ__PRINTF(3, 4)
 static rocq_result rocq__fail(rocq_ctx *ctx, rocq_result result, const char *format, ...) {
@@ -4311,9 +4323,7 @@ static rocq_result rocq__fail(rocq_ctx *ctx, rocq_result result, const char *for
     va_start(args, format);
     vsnprintf(ctx->error, sizeof ctx->error, format, args);
     va_end(args);
-    if (ctx->desc.log && !ctx->quiet) {
-        ctx->desc.log(ROCQ_LOG_ERROR, ctx->error, ctx->desc.log_user);
-    }
+    rocq__log_failure(ctx, result);
     return result;
 }
 
@@ -4331,13 +4341,12 @@ static void rocq__attempt_begin(rocq_ctx *ctx, rocq__attempt *attempt) {
     ctx->quiet = true;
 }
 
-// forget: the attempt succeeded, or the call continues another way.
-static void rocq__attempt_end(rocq_ctx *ctx, const rocq__attempt *attempt, bool forget) {
+// result: the attempt's. forget: it succeeded, or the call continues another way.
+static void rocq__attempt_end(rocq_ctx *ctx, const rocq__attempt *attempt, rocq_result result,
+                              bool forget) {
     ctx->quiet = attempt->quiet;
     if (forget) memcpy(ctx->error, attempt->error, sizeof attempt->error);
-    else if (ctx->desc.log && !ctx->quiet) {
-        ctx->desc.log(ROCQ_LOG_ERROR, ctx->error, ctx->desc.log_user);
-    }
+    else rocq__log_failure(ctx, result);
 }
 
 // Logs a message without making it rocq_error's.
@@ -5422,9 +5431,7 @@ static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *
         return rocq__fail(ctx, ROCQ_E_CANCELLED,
                           "%s: rocq_cancel was called; rocq_sync takes it back", call);
     }
-    if (team->result != ROCQ_OK && ctx->desc.log && !quiet) {
-        ctx->desc.log(ROCQ_LOG_ERROR, ctx->error, ctx->desc.log_user);
-    }
+    if (team->result != ROCQ_OK) rocq__log_failure(ctx, team->result);
     return team->result;
 }
 
@@ -7148,7 +7155,25 @@ static const char *rocq__gguf_type_name(uint32_t type_id) {
     }
 }
 
-// The start of a name, for messages: bytes that are not printable ASCII are replaced by '?'.
+// Bytes of the UTF-8 character that text, of n bytes, begins with; 0 where it begins with none, or
+// with one that would not stay in its place of a line: a control character, a line separator or a
+// mark that turns the direction of writing.
+static int64_t rocq__utf8_length(const char *text, int64_t n) {
+    const unsigned char *s = (const unsigned char *)text, c = s[0];
+    const int64_t length = c < 0x80 ? 1 : c < 0xc2 ? 0 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : 4;
+    if (c < 32 || c == 127 || c > 0xf4 || length == 0 || length > n) return 0;
+    uint32_t code = length == 1 ? c : c & (0x7fu >> length);
+    for (int64_t i = 1; i < length; i++) {
+        if ((s[i] & 0xc0u) != 0x80) return 0;
+        code = code << 6 | (s[i] & 0x3fu);
+    }
+    const bool overlong = (length == 3 && code < 0x800) || (length == 4 && code < 0x10000);
+    if (overlong || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return 0;
+    if ((code >= 0x80 && code < 0xa0) || (code >= 0x2028 && code <= 0x202e)) return 0;
+    return code >= 0x2066 && code <= 0x2069 ? 0 : length;
+}
+
+// The start of a name, for messages: bytes that are no printable character of UTF-8 become '?'.
 typedef struct rocq__label {
     char text[65];
 } rocq__label;
@@ -7156,8 +7181,12 @@ typedef struct rocq__label {
 static rocq__label rocq__label_of(const char *name, int64_t length) {
     rocq__label label;
     int64_t n = 0;
-    for (; n < length && n < (int64_t)sizeof label.text - 1; n++) {
-        label.text[n] = name[n] >= 32 && name[n] < 127 ? name[n] : '?';
+    while (n < length && n < (int64_t)sizeof label.text - 1) {
+        const int64_t whole = rocq__utf8_length(name + n, length - n);
+        if (n + whole > (int64_t)sizeof label.text - 1) break;
+        if (whole > 0) memcpy(label.text + n, name + n, (size_t)whole);
+        else label.text[n] = '?';
+        n += ROCQ__MAX(whole, 1);
     }
     label.text[n] = 0;
     return label;
@@ -7172,7 +7201,8 @@ static rocq_result rocq__gguf_bad(const rocq_gguf *file, const rocq__gguf_index 
     rocq__label name = rocq__label_of("", 0);
     if (file->path) {
         const int64_t length = (int64_t)strlen(file->path);
-        const int64_t cut = ROCQ__MAX(length + 1 - (int64_t)sizeof name.text, 0);
+        int64_t cut = ROCQ__MAX(length + 1 - (int64_t)sizeof name.text, 0);
+        while (cut > 0 && (file->path[cut] & 0xc0) == 0x80) cut++; // inside of a character
         snprintf(place, sizeof place, "'%s%s', ", cut > 0 ? "..." : "",
                  rocq__label_of(file->path + cut, length - cut).text);
     }
@@ -7780,11 +7810,16 @@ static rocq_result rocq__gguf_open_one(rocq_ctx *ctx, rocq_gguf **file,
     return result;
 }
 
-// A number of the split, or 0 where there is none.
-static rocq_result rocq__gguf_split(const rocq_gguf *file, const char *key, int64_t *number) {
+// A number of the split, or 0 where there is none, of the file at path.
+static rocq_result rocq__gguf_split(const rocq_gguf *file, const char *path, const char *key,
+                                    int64_t *number) {
+    rocq__attempt attempt;
     *number = 0;
+    rocq__attempt_begin(file->ctx, &attempt);
     const rocq_result result = rocq_gguf_get_i64(file, key, number);
-    return result == ROCQ_E_NOT_FOUND ? ROCQ_OK : result;
+    rocq__attempt_end(file->ctx, &attempt, result, true); // this message names the file, too:
+    if (result == ROCQ_OK || result == ROCQ_E_NOT_FOUND) return ROCQ_OK;
+    return rocq__fail(file->ctx, result, "gguf: '%s' of '%s' does not read as i64", key, path);
 }
 
 // Opens the file at desc->path, appends it to the row, and checks that it is file i of n.
@@ -7800,8 +7835,8 @@ static rocq_result rocq__gguf_open_other(rocq_gguf *file, const rocq_gguf_desc *
     }
     other->base = rocq__gguf_end(file);
     file->others[file->n_others++] = other;
-    ROCQ__TRY(rocq__gguf_split(other, "split.no", &number));
-    ROCQ__TRY(rocq__gguf_split(other, "split.count", &count));
+    ROCQ__TRY(rocq__gguf_split(other, desc->path, "split.no", &number));
+    ROCQ__TRY(rocq__gguf_split(other, desc->path, "split.count", &count));
     if (number != i || count != n) {
         return rocq__fail(file->ctx, ROCQ_E_CORRUPT, "gguf: '%s' is number %lld of %lld by its "
                           "metadata (split.no, split.count), expected %d of %d", desc->path,
@@ -7827,9 +7862,9 @@ static rocq_result rocq__gguf_open_others(rocq_gguf *file, const rocq_gguf_desc 
     const size_t length = strlen(desc->path);
     int64_t count, number, tensors;
     char suffix[64];
-    ROCQ__TRY(rocq__gguf_split(file, "split.count", &count));
-    ROCQ__TRY(rocq__gguf_split(file, "split.no", &number));
-    ROCQ__TRY(rocq__gguf_split(file, "split.tensors.count", &tensors));
+    ROCQ__TRY(rocq__gguf_split(file, desc->path, "split.count", &count));
+    ROCQ__TRY(rocq__gguf_split(file, desc->path, "split.no", &number));
+    ROCQ__TRY(rocq__gguf_split(file, desc->path, "split.tensors.count", &tensors));
     if (count < 2) return ROCQ_OK;
     if (count > MOST) {
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "gguf: '%s' is one of %lld files of a model by "
@@ -20678,11 +20713,13 @@ static void rocq__job_begin(rocq__job *job, const void *params) {
     job->cost = rocq__job_cost(job, job->op, params);
 }
 
+enum { ROCQ__GRID_Z = 65535 }; // most blocks of a grid in z, as the HIP runtime has it
+
 // The one place that checks whether a grid is too large. Launches without a job have few blocks.
 static void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t grid_z,
                              int threads, void *args) {
     if (job->result != ROCQ_OK) return;
-    if (grid_x > INT32_MAX || grid_z > 65535) {
+    if (grid_x > INT32_MAX || grid_z > ROCQ__GRID_Z) {
         job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: a grid of %lld x %lld blocks",
                                  job->name, (long long)grid_x, (long long)grid_z);
     } else if (job->planning) {
@@ -20847,8 +20884,9 @@ static void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_t
 //   w    planar blocks; F32 F16 BF16 contiguous, 16-byte aligned
 
 enum {
-    ROCQ__MATMUL_K = 1 << 24,     // largest K: 32 bits address the rows of a tile
-    ROCQ__MATMUL_BATCHES = 65535  // most matrices: a matvec launches each, tiles have them in z
+    ROCQ__MATMUL_K = 1 << 24,            // largest K: 32 bits address the rows of a tile
+    ROCQ__MATMUL_BATCHES = ROCQ__GRID_Z  // most matrices: a matvec launches each, tiles have them
+                                         // in z
 };
 
 // Index of a format in ROCQ_K_ALL_FORMATS, in whose order the kernels of a family stand.
@@ -22870,10 +22908,10 @@ static void rocq__experts_matvec(rocq__job *job, const rocq__expert_product *g) 
     const int kernel = int8 ? ROCQ_K_experts_int8_q4_0 + rocq__k_int8_format(g->w.format)
                             : ROCQ_K_experts_f32_f32 + rocq__k_format(g->w.format);
     const int64_t n = sums_up ? g->n : g->n_pairs;
-    for (int64_t first = 0; first < n; first += 65535) {
+    for (int64_t first = 0; first < n; first += ROCQ__GRID_Z) {
+        const int64_t grid_z = ROCQ__MIN(n - first, (int64_t)ROCQ__GRID_Z);
         args.first = (int32_t)first;
-        rocq__job_launch(job, kernel, (m + rows - 1) / rows, ROCQ__MIN(n - first, 65535), 256,
-                         &args);
+        rocq__job_launch(job, kernel, (m + rows - 1) / rows, grid_z, 256, &args);
     }
 }
 
@@ -22924,7 +22962,7 @@ static int64_t rocq__experts_n_fetched(const rocq__job *job, const rocq__expert_
     const rocq_ctx *ctx = job->ctx;
     const int64_t n_experts = g->w.ne[2], budget = ctx->desc.memory_budget;
     const int64_t n = g->copies.n > 0 ? n_experts - g->copies.n : 0;
-    if (n <= 0 || n_experts > 65535 || rocq__experts_few(g->p) ||
+    if (n <= 0 || n_experts > ROCQ__GRID_Z || rocq__experts_few(g->p) ||
         g->w.buffer.device.address != g->p->w->buffer.device.address) {
         return 0;
     }
@@ -25178,7 +25216,7 @@ static rocq_result rocq__plan_op(rocq_ctx *ctx, const rocq__op *op, const void *
     rocq__attempt_begin(ctx, &attempt);
     const rocq_result result = rocq__plan_hip(ctx, op, params, NULL, scratch);
     const bool other_way = result == ROCQ_E_UNSUPPORTED;
-    rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || other_way);
+    rocq__attempt_end(ctx, &attempt, result, result == ROCQ_OK || other_way);
     if (!other_way) return result;
     const rocq_tensor *planar = rocq__planar_operand(op->id, params);
     if (planar) {
@@ -25871,7 +25909,7 @@ static rocq_result rocq__graph_prepare(rocq_ctx *ctx, rocq_graph *graph) {
     const rocq_result result = rocq__graph_capture(ctx, graph);
     const bool refused = result == ROCQ_E_DEVICE;
     if (refused) rocq__log(ctx, ROCQ_LOG_WARN, "graph: ops run one by one: %s", ctx->error);
-    rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || refused);
+    rocq__attempt_end(ctx, &attempt, result, result == ROCQ_OK || refused);
     graph->refused = refused;
     return refused ? ROCQ_OK : result;
 }
@@ -26347,7 +26385,7 @@ static rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
         rocq__attempt_begin(ctx, &slab);
         const rocq_result result = rocq__slab_take(pool, c, attempt == 0 ? n : 1);
         const bool no_memory = result == ROCQ_E_BUDGET || result == ROCQ_E_MEMORY;
-        rocq__attempt_end(ctx, &slab, result == ROCQ_OK || no_memory);
+        rocq__attempt_end(ctx, &slab, result, result == ROCQ_OK || no_memory);
         if (!no_memory) return result;
         ROCQ__TRY(rocq__pool_trim(pool, attempt == 0 ? keep : 0));
     }
@@ -28025,7 +28063,7 @@ static rocq_result rocq__gpu_attempt(rocq_ctx *ctx) {
     const rocq_result result = rocq__gpu_open(ctx);
     ctx->gpu_result = result;
     if (result != ROCQ_OK) memcpy(ctx->gpu_message, ctx->error, sizeof ctx->gpu_message);
-    rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || fallback);
+    rocq__attempt_end(ctx, &attempt, result, result == ROCQ_OK || fallback);
     if (result == ROCQ_OK || !fallback) return result;
     rocq__log(ctx, wanted ? ROCQ_LOG_WARN : ROCQ_LOG_INFO, "on the CPU: %s", ctx->gpu_message);
     return ROCQ_OK;
@@ -28542,6 +28580,7 @@ ROCQ_OPS(ROCQ_X)
 
 #if defined(__linux__) && !defined(CLOCK_MONOTONIC) // hidden by -std=c11
 #define CLOCK_MONOTONIC 1
+#define ROCQ__OWN_CLOCK
 extern int clock_gettime(int clock, struct timespec *time);
 #endif
 
@@ -28559,6 +28598,11 @@ ROCQ_DEF int64_t rocq_time_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 #endif
 }
+
+#ifdef ROCQ__OWN_CLOCK // it would be the program's macro too
+#undef ROCQ__OWN_CLOCK
+#undef CLOCK_MONOTONIC
+#endif
 
 static int rocq__by_value(const void *a, const void *b, const void *user) {
     const double x = *(const double *)a, y = *(const double *)b;
@@ -29976,7 +30020,7 @@ static rocq_result rocq__tune_compare(rocq__tuning *t, const rocq_launch_config 
     rocq_result result = rocq__tune_record(t, config, &row);
     if (result == ROCQ_OK) result = rocq__tune_sample(t, config, row, b); // not counted
     const bool no_room = result == ROCQ_E_MEMORY || result == ROCQ_E_BUDGET;
-    rocq__attempt_end(t->ctx, &trial, result == ROCQ_OK || no_room);
+    rocq__attempt_end(t->ctx, &trial, result, result == ROCQ_OK || no_room);
     for (int32_t i = 0; i < n && result == ROCQ_OK; i++) {
         result = rocq__tune_sample(t, &t->rule, t->rule_row, &a[i]);
         if (result == ROCQ_OK) result = rocq__tune_sample(t, config, row, &b[i]);
@@ -30542,7 +30586,7 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
             rocq__stand_in(node, memory);
             rocq__attempt_begin(ctx, &attempt);
             rocq__run_cpu(ctx, node->op, node->params);
-            rocq__attempt_end(ctx, &attempt, true); // it may fail: 1 may be too large an index
+            rocq__attempt_end(ctx, &attempt, ROCQ_OK, true); // it may fail: 1 may be no index
         }
         if (rocq_time_ns() - start >= ROCQ__REHEARSAL_NS) break;
     }
@@ -30977,7 +31021,7 @@ static rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
     if (unchecked) {
         rocq__log(ctx, ROCQ_LOG_WARN, "graph: its replay is not checked: %s", ctx->error);
     }
-    rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || unchecked);
+    rocq__attempt_end(ctx, &attempt, result, result == ROCQ_OK || unchecked);
     if (unchecked) {
         result = ROCQ_OK;
     } else if (result == ROCQ_OK) {

@@ -24,10 +24,11 @@
        >>memory      reading and writing tensors
        >>blocks      decoders of all formats, for the planar and the GGUF layout
        >>quantize    encoders of Q8_0 and Q4_0; repack
-       >>matvec      decode: w x for up to 8 columns
+       >>matvec      decode: w x for up to 8 columns; the products and the router of experts
        >>matmul      prompts: tiles on the matrix unit
        >>attention   decode and prefill
-       >>ops         norms, rope, maps, softmax, gather, argmax, sample
+       >>ops         norms, rope, maps, softmax, gather, argmax, sample, shortconv, delta_net;
+                     copies and comparisons of ranges (>>warm in rocq.h)
        >>pictures    convolution and its norms, resize, pixels
        >>training    the backward of the ops, cross-entropy, AdamW
        >>entry       the self-test, and the table of kernels for programs that link this file

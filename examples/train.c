@@ -681,10 +681,12 @@ static bool one_step(run *r, int64_t i, int32_t *skipped) {
     log_step(r, &x);
     // If a checkpoint cannot be written, say because the disk is full, that is reported and
     // training goes on: the last checkpoint stays, and the next one and the result will be tried.
-    // The CSV is written with each checkpoint, so that a resumed run finds all rows up to it.
+    // The CSV is written before each checkpoint, so that a run that is killed, at whatever moment,
+    // and resumed finds all rows up to it; rows behind it are dropped.
     if (r->o.save_every > 0 && (i + 1) % r->o.save_every == 0 && !last) {
         if (r->terminal) printf("\r%60s\r", "");
-        if (save(r)) write_csv(r);
+        write_csv(r);
+        save(r);
     }
     return true;
 }
@@ -705,7 +707,7 @@ static bool train(run *r) {
         fprintf(stderr, "%s" PROGRAM ": interrupted after step %.0f of %.0f\n",
                 r->terminal ? "\r" : "", (double)i, (double)r->n_steps);
     }
-    const bool saved = save(r), written = write_result(r), listed = write_csv(r);
+    const bool listed = write_csv(r), saved = save(r), written = write_result(r);
     return plot(r) && saved && written && listed; // each is tried, also after one that failed
 }
 

@@ -1285,9 +1285,47 @@ static void ops_are_planned(void **state) {
     rocq_close(&ctx);
 }
 
+// What the program cancelled is in the log, but not as an error; other failures are errors still.
+static void cancelling_is_no_error_of_the_log(void **state) {
+    (void)state;
+    enum { N = 1 << 16 }; // enough for all threads
+    static float v[N];
+    const int64_t ne = N;
+    rocq_ctx *ctx;
+    rocq_graph *graph = NULL;
+    rocq_tensor x;
+    log_entry entry = {0};
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 2, .log = log_keep,
+                            .log_user = &entry};
+    assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+    assert_int_equal(rocq_tensor_from_host(&x, v, ROCQ_F32, 1, &ne), ROCQ_OK);
+    const rocq_scale_params twice = {.y = &x, .x = &x, .scale = 2}, none = {.y = &x};
+    assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
+    assert_int_equal(rocq_scale(ctx, &twice), ROCQ_OK);
+    assert_int_equal(rocq_graph_end(ctx, &graph), ROCQ_OK);
+    for (int replay = 0; replay < 2; replay++) {
+        entry = (log_entry){0};
+        rocq_cancel(ctx);
+        assert_int_equal(entry.n, 0);
+        assert_int_equal(replay ? rocq_graph_launch(ctx, graph) : rocq_scale(ctx, &twice),
+                         ROCQ_E_CANCELLED);
+        assert_int_equal(entry.n, 1);
+        assert_int_equal(entry.level, ROCQ_LOG_INFO);
+        assert_non_null(strstr(entry.text, "rocq_cancel was called"));
+        assert_string_equal(entry.text, rocq_error(ctx));
+        assert_int_equal(rocq_sync(ctx), ROCQ_OK);
+        assert_int_equal(rocq_scale(ctx, &none), ROCQ_E_ARGUMENT);
+        assert_int_equal(entry.n, 2);
+        assert_int_equal(entry.level, ROCQ_LOG_ERROR);
+    }
+    rocq_graph_destroy(ctx, &graph);
+    rocq_close(&ctx);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(results_have_names_and_stable_codes),
+        cmocka_unit_test(cancelling_is_no_error_of_the_log),
         cmocka_unit_test(slices_are_hard_to_misuse),
         cmocka_unit_test(open_fills_in_defaults),
         cmocka_unit_test(open_refuses_bad_descs),

@@ -1316,6 +1316,86 @@ static void a_source_that_fails_is_an_io_error(void **state) {
     assert_int_equal(c.live, 0);
 }
 
+// Characters of UTF-8 stay in messages; what would leave its place in the line does not, nor does
+// what is no UTF-8.
+static void messages_keep_utf8(void **state) {
+    (void)state;
+    static const struct { const char *name, *shown; } cases[] = {
+        {"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80", "'\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80'"},
+        {"\xc2\xa0\xdf\xbf\xe0\xa0\x80\xed\x9f\xbf\xee\x80\x80\xf4\x8f\xbf\xbf",
+         "'\xc2\xa0\xdf\xbf\xe0\xa0\x80\xed\x9f\xbf\xee\x80\x80\xf4\x8f\xbf\xbf'"},
+        {"a\x1b\x7f\nb", "'a?\?\?b'"},
+        {"a\xc2\x9b" "b\xc2\x80", "'a?\?b?\?'"},             // control characters of two bytes
+        {"\xe2\x80\xa8\xe2\x80\xae\xe2\x81\xa6", "'?\?\?\?\?\?\?\?\?'"},
+        {"\xc3" "a\x80\xff", "'?a?\?'"},                    // not whole; nothing begins so
+        {"\xc0\xaf\xe0\x9f\xbf\xf0\x8f\xbf\xbf", "'?\?\?\?\?\?\?\?\?'"},    // overlong
+        {"\xed\xa0\x80\xf4\x90\x80\x80\xf5\x80\x80\x80", "'?\?\?\?\?\?\?\?\?\?\?'"},
+        {"a\xe2\x82", "'a?\?'"},
+        {"0123456789012345678901234567890123456789012345678901234567890\xc3\xa9\xc3\xa9",
+         "90\xc3\xa9'"},                                    // cut between characters
+    };
+    rocq_ctx *ctx = open_ctx(NULL);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        blob b = {0};
+        put_header(&b, 3, 0, 1);
+        put_str(&b, cases[i].name);
+        put_int(&b, 77, 4); // of no type
+        put_zeros(&b, b.size + 64);
+        assert_result(try_open(ctx, b.data, b.size), ROCQ_E_CORRUPT);
+        if (!strstr(last_error, cases[i].shown)) fail_msg("%d: %s", (int)i, last_error);
+        arrfree(b.data);
+    }
+    // Of a file the message has the path, a long one's end.
+    static const char *const paths[] = {
+        TMP "_\xc3\xa9\xe2\x82\xac.bad",
+        TMP "_\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac"
+            "\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac"
+            "\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac\xe2\x82\xac"};
+    for (size_t i = 0; i < 2; i++) {
+        for (int extra = 0; extra < 3; extra++) { // the cut moves through a character
+            rocq_gguf *file = NULL;
+            char path[256], end[16];
+            snprintf(path, sizeof path, "%s%.*s", paths[i], extra, "..");
+            snprintf(end, sizeof end, "\xe2\x82\xac%s'", path + strlen(paths[i]) - (i ? 0 : 4));
+            write_blob(path, golden, G_END - 1);
+            const rocq_gguf_desc desc = {.path = path};
+            assert_result(rocq_gguf_open(ctx, &file, &desc), ROCQ_E_TRUNCATED);
+            if (!strstr(last_error, end) || strchr(last_error, '?')) fail_msg("%s", last_error);
+            assert_true((i == 0) == (strstr(last_error, path) != NULL));
+            remove(path);
+        }
+    }
+    rocq_close(&ctx);
+}
+
+// What a file says of the files that it is split into, of the wrong type: the message names both.
+static void splits_of_a_wrong_type_name_the_file(void **state) {
+    (void)state;
+    static const char *const keys[] = {"split.count", "split.no", "split.tensors.count"};
+    static const char path[] = TMP "_\xc3\xa9.gguf";
+    rocq_ctx *ctx = open_ctx(NULL);
+    for (size_t i = 0; i < 3; i++) {
+        rocq_gguf *file = NULL;
+        blob b = {0};
+        char words[128];
+        put_header(&b, 3, 0, 1);
+        put_str(&b, keys[i]);
+        put_int(&b, ROCQ_GGUF_STRING, 4);
+        put_str(&b, "two");
+        put_zeros(&b, b.size + 64);
+        write_blob(path, b.data, b.size);
+        arrfree(b.data);
+        const rocq_gguf_desc desc = {.path = path};
+        assert_result(rocq_gguf_open(ctx, &file, &desc), ROCQ_E_TYPE);
+        snprintf(words, sizeof words, "'%s' of '%s' does not read as i64", keys[i], path);
+        if (!strstr(last_error, words)) fail_msg("%s", last_error);
+        assert_string_equal(rocq_error(ctx), last_error);
+        assert_null(file);
+    }
+    remove(path);
+    rocq_close(&ctx);
+}
+
 static void paths_that_do_not_work_say_so(void **state) {
     (void)state;
     rocq_ctx *ctx = open_ctx(NULL);
@@ -2248,6 +2328,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(alignment_must_be_sane),
         cmocka_unit_test(odd_but_valid_files_open),
         cmocka_unit_test(messages_are_one_clean_line),
+        cmocka_unit_test(messages_keep_utf8),
+        cmocka_unit_test(splits_of_a_wrong_type_name_the_file),
         cmocka_unit_test(many_names_are_found),
         cmocka_unit_test(offsets_beyond_4_gib_work),
         cmocka_unit_test(large_headers_are_read_in_pieces),

@@ -474,6 +474,44 @@ static void test_integers(void **state) {
     pair_close(&p);
 }
 
+// Each opening hashes in its own way, so that no file can hold strings that meet in one slot; the
+// ids are the same.
+static void test_seeds(void **state) {
+    (void)state;
+    const kind k = {"seeds", vocab_bpe, {"gpt2", "gpt-2", NULL, NULL, 0, -1, -1}};
+    pair p;
+    open_kind(&p, &k, "seeds");
+    for (int i = 0; i < 5; i++) {
+        const tok__map *maps[2][2] = {{&p.ours.vocab, &p.ours.merges}, {NULL, NULL}};
+        tokenizer t;
+        assert_int_equal(tokenizer_open(&t, p.file), ROCQ_OK);
+        maps[1][0] = &t.vocab;
+        maps[1][1] = &t.merges;
+        for (int m = 0; m < 2; m++) {
+            const int32_t *a = maps[0][m]->slots, *b = maps[1][m]->slots;
+            int64_t n = 0, same = 0;
+            assert_int_equal(arrlen(a), arrlen(b));
+            for (int64_t j = 0; j < arrlen(a); j++) {
+                n += a[j] != 0;
+                same += a[j] != 0 && a[j] == b[j];
+            }
+            if (n < 100 || same > n / 20) fail_msg("%d of %d in place", (int)same, (int)n);
+        }
+        for (int32_t j = 0; j < N_TEXTS; j++) {
+            int32_t *a = NULL, *b = NULL;
+            const int64_t n = (int64_t)texts[j].length;
+            assert_int_equal(tokenizer_encode(&p.ours, &a, texts[j].data, n, true, true), ROCQ_OK);
+            assert_int_equal(tokenizer_encode(&t, &b, texts[j].data, n, true, true), ROCQ_OK);
+            assert_int_equal(arrlen(a), arrlen(b));
+            if (a) assert_memory_equal(a, b, (size_t)arrlen(a) * sizeof *a);
+            arrfree(b);
+            arrfree(a);
+        }
+        tokenizer_close(&t);
+    }
+    pair_close(&p);
+}
+
 // Special tokens that overlap, in texts made of the pieces they have in common.
 static void test_overlaps(void **state) {
     (void)state;
@@ -806,7 +844,7 @@ int main(void) {
     static const char *const pres[] = {"default", "llama-bpe", "qwen2", "qwen35", "gpt-2", "tekken", "gpt-4o",
         "deepseek-llm", "deepseek-coder", "seed-coder", "viking"};
     enum { N_PRES = sizeof pres / sizeof *pres };
-    static struct CMUnitTest tests[2 * N_KINDS + N_PRES + 11];
+    static struct CMUnitTest tests[2 * N_KINDS + N_PRES + 12];
     static char names[N_KINDS][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_KINDS; i++) {
@@ -831,6 +869,7 @@ int main(void) {
     tests[n++] =
         (struct CMUnitTest){.name = "keys of the wrong type", .test_func = test_wrong_keys};
     tests[n++] = (struct CMUnitTest){.name = "scores as integers", .test_func = test_integers};
+    tests[n++] = (struct CMUnitTest){.name = "seeds", .test_func = test_seeds};
     tests[n++] = (struct CMUnitTest){.name = "tokens that overlap", .test_func = test_overlaps};
     tests[n++] = (struct CMUnitTest){.name = "many special tokens", .test_func = test_many};
     tests[n++] = (struct CMUnitTest){.name = "shipped model", .test_func = test_demo};

@@ -20,11 +20,6 @@
 #include "llama_cpp.h"
 #include "models.h"
 
-#ifndef TRAIN_BACKEND // tests/test_train_gpu.c runs some of it on the stand-in of a GPU
-#define TRAIN_BACKEND ROCQ_BACKEND_CPU
-#define TRAIN_TEARDOWN NULL
-#endif
-
 #define FOLDER ".build/tests/train-models"
 
 enum { STEPS = 20 };
@@ -55,7 +50,7 @@ static void rig_open_model(rig *r, const char *path, int32_t n_threads) {
     rocq_desc desc = {0};
     llama_options small = {0};
     memset(r, 0, sizeof *r);
-    desc.prefer = TRAIN_BACKEND;
+    desc.prefer = ROCQ_BACKEND_CPU;
     desc.n_threads = n_threads;
     small.n_ctx = 48;
     small.n_batch = 48;
@@ -1119,5 +1114,5 @@ int main(int argc, char **argv) {
         cmocka_unit_test(steps_allocate_nothing),
     };
 #endif
-    return cmocka_run_group_tests(tests, write_models, TRAIN_TEARDOWN);
+    return cmocka_run_group_tests(tests, write_models, NULL);
 }

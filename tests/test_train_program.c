@@ -31,6 +31,8 @@
 
 #include <cmocka.h> // has a macro of the name of a function above
 
+#include <sys/resource.h>
+
 #include "child.h"
 #include "models.h"
 
@@ -289,6 +291,91 @@ static void test_interrupt(void **state) {
     if (!strstr(again->out, label)) fail_msg("no %s in: %s", label, again->out);
 }
 
+// Where the disk has no room for a checkpoint, here by a limit on the size of files, training goes
+// on and its result is written; the checkpoint that is there stays, and a line tells of each that
+// was not written.
+static void test_full_disk(void **state) {
+    (void)state;
+    struct rlimit before, small_files;
+    size_t n_check, n_out, n_lines = 0;
+    remove(CHECK);
+    // A constant rate, by a warm-up without end; the second run first without the limit.
+    expect_success(RESUMED("2", "--warmup", "100", "--checkpoint", CHECK));
+    char *check = bytes_of(CHECK, &n_check);
+    expect_success(RESUMED("8", "--warmup", "100", "--checkpoint", CHECK, "--resume", "--out",
+                           FOLDER "/whole.gguf"));
+    write_bytes(CHECK, check, n_check);
+    char *out = bytes_of(FOLDER "/whole.gguf", &n_out);
+    assert_true(check && out && n_out < n_check);
+    remove(OUT);
+    remove(CSV);
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &before), 0);
+    small_files = before;
+    small_files.rlim_cur = (n_out + n_check) / 2;
+    void (*handler)(int) = signal(SIGXFSZ, SIG_IGN); // a write fails instead, in the child too
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &small_files), 0);
+    const outcome *o = RESUMED("8", "--warmup", "100", "--checkpoint", CHECK, "--resume",
+                               "--save-every", "2", "--csv", CSV, "--out", OUT);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &before), 0);
+    signal(SIGXFSZ, handler);
+    assert_int_equal(o->status, 1);
+    for (const char *at = o->err, *end; *at; at = end + 1, n_lines++) {
+        const char *path = strstr(at, CHECK), *too_large = strstr(at, "File too large");
+        end = strchr(at, '\n');
+        if (!end || !path || path > end || !too_large || too_large > end) fail_msg("%s", o->err);
+    }
+    assert_int_equal(n_lines, 3); // after steps 4, 6 and 8
+    for (int row = 1; row <= 6; row++) assert_int_equal(column(CSV, row, 0), row + 2);
+    expect_same_file(OUT, FOLDER "/whole.gguf");
+    free(out);
+    out = bytes_of(CHECK, &n_out);
+    assert_non_null(out);
+    assert_int_equal(n_out, n_check);
+    assert_memory_equal(out, check, n_check);
+    free(out);
+    free(check);
+    assert_int_not_equal(system("ls " FOLDER "/*.part* >/dev/null 2>&1"), 0);
+}
+
+// The CSV of a run that is killed has a row for each step up to the checkpoint, and the resumed run
+// goes on behind that one.
+static void test_killed(void **state) {
+    (void)state;
+    static outcome o;
+    const char *args[] = {small_path, "--data", TEXT_FILE, USUAL, "--lora", "3", "--steps",
+                          "1000000", "--save-every", "3", "--checkpoint", CHECK, "--csv", CSV,
+                          NULL};
+    size_t n_before, n_after;
+    remove(CHECK);
+    remove(CSV);
+    child c = start(-1, false, args);
+    while (access(CHECK, F_OK) != 0) assert_int_equal(waitpid(c.pid, NULL, WNOHANG), 0);
+    const bool listed = access(CSV, F_OK) == 0; // before there is a checkpoint
+    assert_int_equal(kill(c.pid, SIGKILL), 0);
+    finish(&c, &o, 0);
+    assert_int_equal(o.status, -SIGKILL);
+    assert_true(listed);
+    char *before = bytes_of(CSV, &n_before);
+    const outcome *again = RUN(small_path, "--data", TEXT_FILE, USUAL, "--lora", "3", "--steps",
+                               "100", "--checkpoint", CHECK, "--csv", CSV, "--resume");
+    expect_success(again);
+    const char *label = "resumed    after step ", *at = strstr(again->out, label);
+    if (!at) fail_msg("no %s in: %s", label, again->out);
+    const int done = atoi(at + strlen(label));
+    assert_true(done >= 3 && done % 3 == 0 && done < 100);
+    for (int row = 1; row <= 100; row++) assert_int_equal(column(CSV, row, 0), row);
+    char *after = bytes_of(CSV, &n_after);
+    assert_true(before && after);
+    const char *end = before; // of the rows up to the checkpoint
+    for (int row = 0; row <= done; row++) {
+        end = strchr(end, '\n');
+        assert_non_null(end++);
+    }
+    assert_memory_equal(before, after, (size_t)(end - before));
+    free(after);
+    free(before);
+}
+
 // The picture is gnuplot's; where there is none, the line says so and the other files are there.
 static void test_plot(void **state) {
     (void)state;
@@ -520,6 +607,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_training),      cmocka_unit_test(test_lines),
         cmocka_unit_test(test_resume),        cmocka_unit_test(test_interrupt),
+        cmocka_unit_test(test_full_disk),     cmocka_unit_test(test_killed),
         cmocka_unit_test(test_plot),          cmocka_unit_test(test_bad_input),
         cmocka_unit_test(test_foreign_checkpoints), cmocka_unit_test(test_forged_checkpoints),
         cmocka_unit_test(test_texts),
