@@ -15037,35 +15037,35 @@ static void rocq__attend_start(const rocq__attend *a, const rocq__attend_item *i
 
 // An item of work; the positions [begin, end) of its split that some of its rows see; and all
 // positions [all_begin, all_end) that all of them see, of this split or not, none if it is empty.
-typedef struct rocq__attend_part {
+typedef struct rocq__attend_work {
     rocq__attend_item rows;
     int64_t split, begin, end, all_begin, all_end;
-} rocq__attend_part;
+} rocq__attend_work;
 
 // Item number `number`, or one that sees nothing if there are not so many. Items have the order of
 // K and V in memory: a head's splits follow each other or, where heads lie side by side at each
 // position, a split's heads.
-static rocq__attend_part rocq__attend_part_of(const rocq__attend *a, int64_t number) {
+static rocq__attend_work rocq__attend_work_of(const rocq__attend *a, int64_t number) {
     const int64_t heads = a->n_kv_heads * a->n_seqs, row0 = number % a->n_tiles * a->tile_rows;
     const int64_t at = number / a->n_tiles;
     const int64_t head = a->side_by_side ? at % heads : at / a->n_splits;
-    rocq__attend_part part;
-    memset(&part, 0, sizeof part);
-    if (number >= a->n_items) return part;
-    part.rows.seq = head / a->n_kv_heads;
-    part.rows.kv_head = head % a->n_kv_heads;
-    part.rows.row0 = row0;
-    part.rows.n = ROCQ__MIN(a->tile_rows, a->n_rows - row0);
-    part.split = a->side_by_side ? at / heads : at % a->n_splits;
-    const int64_t len = rocq__attend_len(a, part.rows.seq);
-    const int64_t last_row = row0 + part.rows.n - 1;
-    rocq__attend_range(a, len, row0 / a->group, &part.begin, &part.all_end);
-    rocq__attend_range(a, len, last_row / a->group, &part.all_begin, &part.end);
+    rocq__attend_work work;
+    memset(&work, 0, sizeof work);
+    if (number >= a->n_items) return work;
+    work.rows.seq = head / a->n_kv_heads;
+    work.rows.kv_head = head % a->n_kv_heads;
+    work.rows.row0 = row0;
+    work.rows.n = ROCQ__MIN(a->tile_rows, a->n_rows - row0);
+    work.split = a->side_by_side ? at / heads : at % a->n_splits;
+    const int64_t len = rocq__attend_len(a, work.rows.seq);
+    const int64_t last_row = row0 + work.rows.n - 1;
+    rocq__attend_range(a, len, row0 / a->group, &work.begin, &work.all_end);
+    rocq__attend_range(a, len, last_row / a->group, &work.all_begin, &work.end);
     if (a->n_splits > 1) {
-        part.begin = ROCQ__MAX(part.begin, part.split * ROCQ__ATTEND_SPLIT);
-        part.end = ROCQ__MIN(part.end, (part.split + 1) * ROCQ__ATTEND_SPLIT);
+        work.begin = ROCQ__MAX(work.begin, work.split * ROCQ__ATTEND_SPLIT);
+        work.end = ROCQ__MIN(work.end, (work.split + 1) * ROCQ__ATTEND_SPLIT);
     }
-    return part;
+    return work;
 }
 
 static void rocq__attend_task(void *arg, int64_t number, int64_t number_end, int32_t thread) {
@@ -15073,28 +15073,28 @@ static void rocq__attend_task(void *arg, int64_t number, int64_t number_end, int
     const int64_t dim = a->head_dim, pitch = a->pitch;
     const rocq__attend_local local = rocq__attend_local_of(a, thread);
     if (!a->as_is) memset(local.tile, 0, (size_t)(ROCQ__ATTEND_KEYS * pitch) * sizeof(float));
-    rocq__attend_part part = rocq__attend_part_of(a, number), after;
-    for (; number < number_end; number++, part = after) {
-        const int64_t seq = part.rows.seq, kv_head = part.rows.kv_head, row0 = part.rows.row0;
-        const int64_t n = part.rows.n, end = part.end;
-        after = rocq__attend_part_of(a, number + 1);
-        rocq__attend_start(a, &part.rows, &local);
+    rocq__attend_work work = rocq__attend_work_of(a, number), after;
+    for (; number < number_end; number++, work = after) {
+        const int64_t seq = work.rows.seq, kv_head = work.rows.kv_head, row0 = work.rows.row0;
+        const int64_t n = work.rows.n, end = work.end;
+        after = rocq__attend_work_of(a, number + 1);
+        rocq__attend_start(a, &work.rows, &local);
         // Of few rows, tiles also end at all_begin and all_end, so that most tiles are seen by all
         // rows and need no bias.
-        for (int64_t first = part.begin, last; first < end; first = last) {
+        for (int64_t first = work.begin, last; first < end; first = last) {
             last = ROCQ__MIN(first - first % ROCQ__ATTEND_KEYS + ROCQ__ATTEND_KEYS, end);
 #if ROCQ__HAS_V8
             if (a->many) {
-                rocq__attend_tile_many(a, &part.rows, first, last, &local);
+                rocq__attend_tile_many(a, &work.rows, first, last, &local);
                 continue;
             }
 #endif
-            if (first < part.all_begin) last = ROCQ__MIN(last, part.all_begin);
-            if (first < part.all_end) last = ROCQ__MIN(last, part.all_end);
+            if (first < work.all_begin) last = ROCQ__MIN(last, work.all_begin);
+            if (first < work.all_end) last = ROCQ__MIN(last, work.all_end);
             const bool all_visible =
-                !a->p->mask && first >= part.all_begin && last <= part.all_end;
-            const rocq__attend_keys tile = {&part.rows, first, last, all_visible};
-            const rocq__attend_keys next = {last < end ? &part.rows : &after.rows,
+                !a->p->mask && first >= work.all_begin && last <= work.all_end;
+            const rocq__attend_keys tile = {&work.rows, first, last, all_visible};
+            const rocq__attend_keys next = {last < end ? &work.rows : &after.rows,
                                             last < end ? last : after.begin,
                                             last < end ? end : after.end, false};
             rocq__attend_tile(a, &tile, next.begin < next.end ? &next : NULL, &local);
@@ -15104,7 +15104,7 @@ static void rocq__attend_task(void *arg, int64_t number, int64_t number_end, int
             if (a->n_splits == 1) {
                 rocq__attend_finish(a, seq, kv_head, row0 + r, local.m[r], local.l[r], acc);
             } else {
-                const int64_t at = (seq * a->n_kv_heads + kv_head) * a->n_splits + part.split;
+                const int64_t at = (seq * a->n_kv_heads + kv_head) * a->n_splits + work.split;
                 float *partial = a->partials + (at * a->n_rows + r) * a->partial;
                 partial[0] = local.m[r];
                 partial[1] = local.l[r];
@@ -15882,13 +15882,13 @@ static void rocq__plan_argmax_cpu(rocq__plan *plan, rocq_op op, const void *para
 // Tokens are taken in strips. The largest logit of each is found first: most strips have none that
 // top-k or min-p leave, and are not looked at again. 150,000 logits take 0.1 ms with top-k 40.
 // What all strips need, the sums of top-p and the weights at the temperature, is shared among the
-// threads: parts of a fixed number of strips, so that sums are the same for any number of threads.
+// threads: spans of a fixed number of strips, so that sums are the same for any number of threads.
 
 enum {
     ROCQ__DRAW = 64,       // tokens of a strip
     ROCQ__DRAW_BINS = 256, // of top-p's histogram of logits by their distance from the top: eight
                            // bins for a distance of 1
-    ROCQ__DRAW_PARTS = 8   // most parts of top-p, each with a histogram of its own
+    ROCQ__DRAW_SPANS = 8   // most spans of top-p, each with a histogram of its own
 };
 
 typedef struct rocq__candidate {
@@ -16048,7 +16048,7 @@ typedef struct rocq__drawing {
     float *most, *sum;   // [n_strips] the largest logit and the weight of each strip
     rocq__candidate *list; // [n_vocab]
     int8_t *bin;         // [n_strips][ROCQ__DRAW] of top-p, less 128: a strip's, where it was read
-    // The sums of top-p's weights: of each part of the strips, by bin, in list's memory. A bin has
+    // The sums of top-p's weights: of each span of the strips, by bin, in list's memory. A bin has
     // four sums, since additions to the same one have to wait for each other.
     double (*bin_sum)[ROCQ__DRAW_BINS][4];
     int32_t *count;      // [n_vocab] how often each token is in recent: in list's memory
@@ -16057,17 +16057,17 @@ typedef struct rocq__drawing {
     rocq__candidate cut; // of the filters so far
 } rocq__drawing;
 
-// Strips of a part of top-p: a small vocabulary is one part.
-static int64_t rocq__draw_part(int64_t n_strips) {
+// Strips of a span of top-p: a small vocabulary is one span.
+static int64_t rocq__draw_span(int64_t n_strips) {
     const int64_t least = 64;
-    return ROCQ__MAX((n_strips + ROCQ__DRAW_PARTS - 1) / ROCQ__DRAW_PARTS, least);
+    return ROCQ__MAX((n_strips + ROCQ__DRAW_SPANS - 1) / ROCQ__DRAW_SPANS, least);
 }
 
 // Bytes of list, which the sums of bins share.
 static int64_t rocq__draw_list_bytes(int64_t n_vocab, int64_t n_strips) {
-    const int64_t part = rocq__draw_part(n_strips), n_parts = (n_strips + part - 1) / part;
+    const int64_t span = rocq__draw_span(n_strips), n_spans = (n_strips + span - 1) / span;
     const int64_t list = n_vocab * (int64_t)sizeof(rocq__candidate);
-    return ROCQ__MAX(list, n_parts * (int64_t)sizeof(double[ROCQ__DRAW_BINS][4]));
+    return ROCQ__MAX(list, n_spans * (int64_t)sizeof(double[ROCQ__DRAW_BINS][4]));
 }
 
 static int64_t rocq__scratch_sample_cpu(const rocq_ctx *ctx, const void *params) {
@@ -16180,18 +16180,18 @@ static rocq__candidate rocq__draw_top_k(const rocq__drawing *a, int64_t k) {
     return k < n ? rocq__select(a->list, n, a->top, true, (double)k) : cut;
 }
 
-// The bins of parts of the strips and the sums of the weights in each.
-static void rocq__draw_bins_task(void *arg, int64_t part, int64_t end, int32_t thread) {
+// The bins of spans of the strips and the sums of the weights in each.
+static void rocq__draw_bins_task(void *arg, int64_t span, int64_t end, int32_t thread) {
     const rocq__drawing *a = (const rocq__drawing *)arg;
-    const int64_t size = rocq__draw_part(a->n_strips);
+    const int64_t size = rocq__draw_span(a->n_strips);
     const int middle = ROCQ__DRAW_BINS / 2;
     float weight[ROCQ__DRAW], copy[ROCQ__DRAW];
     (void)thread;
-    for (; part < end; part++) {
-        double (*sum)[4] = a->bin_sum[part];
-        memset(sum, 0, sizeof a->bin_sum[part]);
-        const int64_t last = ROCQ__MIN((part + 1) * size, a->n_strips);
-        for (int64_t s = part * size; s < last; s++) {
+    for (; span < end; span++) {
+        double (*sum)[4] = a->bin_sum[span];
+        memset(sum, 0, sizeof a->bin_sum[span]);
+        const int64_t last = ROCQ__MIN((span + 1) * size, a->n_strips);
+        for (int64_t s = span * size; s < last; s++) {
             if (!rocq__draw_has(a, s, a->cut)) continue;
             int8_t *bin = a->bin + s * ROCQ__DRAW;
             const float *x = rocq__draw_logits_of(a, s, copy);
@@ -16207,15 +16207,15 @@ static void rocq__draw_bins_task(void *arg, int64_t part, int64_t end, int32_t t
     }
 }
 
-// Of the candidates up to the cut, the one at which the cumulative weight reaches the share p of
-// all. The histogram tells in which bin that is; only that bin is searched.
+// The candidate up to the cut at which the cumulative weight reaches the share p of the sum of all.
+// The histogram tells in which bin that is; only that bin is searched.
 static rocq__candidate rocq__draw_top_p(const rocq__drawing *a, double p) {
     enum { LAST = ROCQ__DRAW_BINS - 1, MIDDLE = ROCQ__DRAW_BINS / 2 };
-    const int64_t size = rocq__draw_part(a->n_strips);
+    const int64_t size = rocq__draw_span(a->n_strips);
     double sum[ROCQ__DRAW_BINS] = {0}, total = 0.0, front = 0.0;
-    for (int64_t part = 0; part * size < a->n_strips; part++) {
+    for (int64_t span = 0; span * size < a->n_strips; span++) {
         for (int b = 0; b < ROCQ__DRAW_BINS; b++) {
-            const double *four = a->bin_sum[part][b];
+            const double *four = a->bin_sum[span][b];
             sum[b] += (four[0] + four[1]) + (four[2] + four[3]);
         }
     }
@@ -16255,7 +16255,7 @@ static void rocq__draw_end(const rocq__drawing *a, int64_t token, float prob) {
     if (a->p->prob) *rocq__row_f32(a->p->prob, 0, 0, 0) = prob;
 }
 
-// The first stage: the largest logits and top-k; its items are the parts of top-p.
+// The first stage: the largest logits and top-k; its items are the spans of top-p.
 static rocq_result rocq__sample_begin(rocq_ctx *ctx, rocq__stage *stage) {
     rocq__drawing *a = (rocq__drawing *)stage->arg;
     const rocq_sample_params *p = a->p;
@@ -16274,8 +16274,8 @@ static rocq_result rocq__sample_begin(rocq_ctx *ctx, rocq__stage *stage) {
     stage->n = 0;
     if (p->temperature > 0.0f) {
         if (p->top_k > 0) a->cut = rocq__draw_top_k(a, p->top_k);
-        const int64_t part = rocq__draw_part(a->n_strips);
-        if (p->top_p > 0.0f && p->top_p < 1.0f) stage->n = (a->n_strips + part - 1) / part;
+        const int64_t span = rocq__draw_span(a->n_strips);
+        if (p->top_p > 0.0f && p->top_p < 1.0f) stage->n = (a->n_strips + span - 1) / span;
     } else {
         int64_t token = best * ROCQ__DRAW;
         while (a->x[token] != a->top) token++;
@@ -16347,7 +16347,7 @@ static void rocq__plan_sample_cpu(rocq__plan *plan, rocq_op op, const void *para
     a->most = a->changed + a->n_vocab;
     a->sum = a->most + a->n_strips;
     a->bin = (int8_t *)(void *)(a->sum + a->n_strips);
-    const int64_t bins = rocq__plan_grain(plan, weigh * rocq__draw_part(a->n_strips));
+    const int64_t bins = rocq__plan_grain(plan, weigh * rocq__draw_span(a->n_strips));
     rocq__plan_stage(plan, rocq__draw_bins_task, a, 0, bins)->begin = rocq__sample_begin;
     const int64_t sums = rocq__plan_grain(plan, weigh);
     rocq__plan_stage(plan, rocq__draw_sums_task, a, 0, sums)->begin = rocq__sample_cut;
@@ -18846,19 +18846,6 @@ static ROCQ__SIMD void rocq__scaled_exp_simd(float *y, const float *x, float shi
 }
 #endif
 
-// Elements [k, k + n) of a column of dlogits without the target's term: factor exp(x - top), times
-// the slope of the softcap. Returns where they are: in the column, if that is F32, or in buf.
-static float *rocq__softmax_strip(const rocq__cross_entropy *a, unsigned char *column, int64_t k,
-                                  int64_t n, const float *x, float top, float factor, float *buf) {
-    const float cap = a->p->softcap;
-    float slope[ROCQ__STRIP];
-    float *to = a->p->dlogits->format == ROCQ_F32 ? (float *)(void *)column + k : buf;
-    for (int64_t i = 0; cap > 0.0f && i < n; i++) slope[i] = 1.0f - x[i] / cap * (x[i] / cap);
-    ROCQ__EITHER(a->simd, rocq__scaled_exp, (to, x, top, factor, n));
-    if (cap > 0.0f) ROCQ__EITHER(a->simd, rocq__multiply, (to, slope, n));
-    return to;
-}
-
 static void rocq__cross_entropy_column(const rocq__cross_entropy *a, int64_t c) {
     const rocq_cross_entropy_params *p = a->p;
     const rocq_format format = p->logits->format;
@@ -18890,12 +18877,16 @@ static void rocq__cross_entropy_column(const rocq__cross_entropy *a, int64_t c) 
     if (loss) *loss = (float)(log(sum) + ((double)top - (double)x_target));
     if (!dlogits) return;
     const float all = p->scale ? weight * *rocq__row_f32(p->scale, 0, 0, 0) : weight;
-    const float capped = p->softcap > 0.0f ? x_target / p->softcap : 0.0f;
+    const float cap = p->softcap, capped = cap > 0.0f ? x_target / cap : 0.0f;
+    const float factor = (float)((double)all / sum);
     for (int64_t k = 0; k < n; k += ROCQ__STRIP) {
         const int64_t m = rocq__strip(n, k);
         const float *x = rocq__load(a->simd, format, logits, k, m, buf);
-        float *to =
-            rocq__softmax_strip(a, dlogits, k, m, x, top, (float)((double)all / sum), buf);
+        float *to = p->dlogits->format == ROCQ_F32 ? (float *)(void *)dlogits + k : buf;
+        float slope[ROCQ__STRIP]; // of the softcap
+        for (int64_t i = 0; cap > 0.0f && i < m; i++) slope[i] = 1.0f - x[i] / cap * (x[i] / cap);
+        ROCQ__EITHER(a->simd, rocq__scaled_exp, (to, x, top, factor, m));
+        if (cap > 0.0f) ROCQ__EITHER(a->simd, rocq__multiply, (to, slope, m));
         if (target >= k && target < k + m) to[target - k] -= all * (1.0f - capped * capped);
         rocq__store(a->simd, p->dlogits->format, dlogits, k, to, m);
     }
@@ -21243,6 +21234,9 @@ static const rocq__lds_pace rocq__lds_decoded_paces[ROCQ__LDS_DECODED] = {
 
 // What the estimate has to know about a kind of product, fitted like the paces.
 typedef struct rocq__lds_use {
+    const rocq__lds_tile *tiles; // [n_tiles] to choose from
+    const rocq__lds_pace *paces; // [n_tiles]
+    int32_t n_tiles;
     double merge_ns;   // of the launch that adds up the splits of K,
     double merge_rate; // and bytes of partial sums written and merged in a nanosecond
     double in_l2;      // operands of up to so many bytes are taken to be in L2 before
@@ -21252,14 +21246,21 @@ typedef struct rocq__lds_use {
 // is chosen for the 37 shapes to which they were fitted, 1024 to 28672 rows and 64 to 1024 columns,
 // takes 0.3% longer than the fastest on an H100, and 4% at most. merge_ns and merge_rate are not
 // what a merge takes, but less, since the blocks of a split wait for w beside others.
-static const rocq__lds_use rocq__lds_forward = {300.0, 2200.0, 0.0, 8};
+static const rocq__lds_use rocq__lds_forward = {
+    rocq__lds_tiles, rocq__lds_forward_paces, ROCQ__LDS_FORWARD_TILES, 300.0, 2200.0, 0.0, 8};
 // Weights that are decoded into LDS, or to F16 just before.
-static const rocq__lds_use rocq__lds_decoding = {2000.0, 1700.0, 48e6, 8};
-static const rocq__lds_use rocq__lds_backward = {2000.0, 12240.0, 48e6, 16}; // dx, dw
+static const rocq__lds_use rocq__lds_decoding = {
+    rocq__lds_decoded, rocq__lds_decoded_paces, ROCQ__LDS_DECODED, 2000.0, 1700.0, 48e6, 8};
+static const rocq__lds_use rocq__lds_halves = {
+    rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_HALVES_TILES, 2000.0, 1700.0, 48e6, 8};
+static const rocq__lds_use rocq__lds_backward = { // dx, dw
+    rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES, 2000.0, 12240.0, 48e6, 16};
 
-static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_tile *t,
-                           const rocq__lds_pace *pace, const rocq__site *s, int32_t n_splits,
-                           const rocq__lds_use *use) {
+// The estimate for tile i of use.
+static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_use *use, int32_t i,
+                           const rocq__site *s, int32_t n_splits) {
+    const rocq__lds_tile *t = &use->tiles[i];
+    const rocq__lds_pace *pace = &use->paces[i];
     const double units = chip->n_units, y_bytes = 4.0 * s->m * s->n * s->batch;
     const double blocks = ceil((double)s->m / t->columns) * ceil((double)s->n / t->rows) *
                           s->batch * n_splits;
@@ -21280,24 +21281,22 @@ static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_tile *t,
     return ROCQ__MAX(tiles, bytes * 1e3 / bytes_per_us) + merge + 1e-3 * tiles;
 }
 
-// The best of n_tiles tiles. kernel: a kernel of the backward, which limits them to its own, or -1.
-static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__lds_tile *tiles,
-                                            const rocq__lds_pace *paces, int32_t n_tiles,
-                                            const rocq__site *s, const rocq__lds_use *use,
-                                            int32_t kernel, int32_t *n_splits,
-                                            double *best_ns) {
+// The best tile of use. kernel: a kernel of the backward, which limits them to its own, or -1.
+static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__lds_use *use,
+                                            const rocq__site *s, int32_t kernel,
+                                            int32_t *n_splits, double *best_ns) {
     int32_t best = -1, splits[ROCQ__SPLITS];
     const int32_t n = rocq__tile_splits(s, splits);
-    for (int32_t i = 0; i < n_tiles * n; i++) {
-        if (splits[i % n] > use->most || (kernel >= 0 && tiles[i / n].backward != kernel)) continue;
-        const double ns = rocq__lds_ns(chip, &tiles[i / n], &paces[i / n], s, splits[i % n],
-                                       use);
+    for (int32_t i = 0; i < use->n_tiles * n; i++) {
+        if (splits[i % n] > use->most) continue;
+        if (kernel >= 0 && use->tiles[i / n].backward != kernel) continue;
+        const double ns = rocq__lds_ns(chip, use, i / n, s, splits[i % n]);
         if (best >= 0 && ns >= *best_ns) continue;
         best = i;
         *best_ns = ns;
     }
     *n_splits = splits[best % n];
-    return &tiles[best / n];
+    return &use->tiles[best / n];
 }
 
 // Tiles and splits of dx and dw of matmul_backward, whose tiles have to be of one kernel. The sum
@@ -21311,10 +21310,9 @@ static void rocq__lds_best_pair(const rocq__chip *chip, const rocq__site s[2],
         const rocq__lds_tile *own[2] = {NULL, NULL};
         int32_t splits[2] = {1, 1};
         double ns = 0.0;
-        for (int part = 0; part < 2; part++) {
+        for (int k = 0; k < 2; k++) {
             double one = 0.0;
-            own[part] = rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES,
-                                       &s[part], &rocq__lds_backward, kernel, &splits[part], &one);
+            own[k] = rocq__lds_best(chip, &rocq__lds_backward, &s[k], kernel, &splits[k], &one);
             ns += one;
         }
         if (i > 0 && ns >= best_ns) continue;
@@ -21373,8 +21371,7 @@ static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, con
     }
     site.format = (int32_t)ROCQ_F16;
     const rocq__lds_tile *best =
-        rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_HALVES_TILES, &site,
-                       &rocq__lds_decoding, -1, &splits, &own_ns);
+        rocq__lds_best(chip, &rocq__lds_halves, &site, -1, &splits, &own_ns);
     own_ns += 2000.0 + 1e3 * bytes / chip->bytes_per_us;
     if (own_ns >= (w->format == ROCQ_NVFP4 ? 1.9 : 1.2) * ns) return false;
     *tile = best;
@@ -21417,12 +21414,8 @@ static rocq__tiles rocq__tiles_lds(const rocq__chip *chip, const rocq_tensor *w,
     const bool decoded = w->format != ROCQ_F16;
     double ns = 0.0;
     rocq__tiles t;
-    const rocq__lds_tile *tile =
-        decoded ? rocq__lds_best(chip, rocq__lds_decoded, rocq__lds_decoded_paces,
-                                 ROCQ__LDS_DECODED, site, &rocq__lds_decoding, -1, &t.n_splits, &ns)
-                : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_forward_paces,
-                                 ROCQ__LDS_FORWARD_TILES, site, &rocq__lds_forward, -1,
-                                 &t.n_splits, &ns);
+    const rocq__lds_use *use = decoded ? &rocq__lds_decoding : &rocq__lds_forward;
+    const rocq__lds_tile *tile = rocq__lds_best(chip, use, site, -1, &t.n_splits, &ns);
     *halves = decoded && rocq__takes_halves(chip, w, site, ns, &tile, &t.n_splits);
     t.kernel = tile->matmul;
     if (decoded && !*halves) {
@@ -21457,7 +21450,7 @@ static rocq__tiles rocq__tiles_plain(rocq_ctx *ctx, rocq_precision path, rocq_fo
 }
 
 // What one launch of n products costs. A matvec launches each matrix of a batch on its own.
-static rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__product *g, int32_t n) {
+static rocq__cost rocq__product_cost(const rocq__job *job, const rocq__product *g, int32_t n) {
     const bool few = rocq__is_few(g->p->x, g->path);
     const double launches = few ? (double)(g->w.ne[2] * g->w.ne[3]) : 1.0;
     rocq__cost sum = {0.0, 0.0, 0.0};
@@ -21551,7 +21544,7 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, int32_t 
         t = rocq__tiles_lds(chip, w, &site, &decodes_first);
         if (decodes_first && n_products > 1) {
             for (int32_t i = 0; i < n_products; i++) {
-                job->cost = rocq__gemm_cost(job, &g[i], 1);
+                job->cost = rocq__product_cost(job, &g[i], 1);
                 rocq__product_tiles(job, &g[i], 1, x);
             }
             return;
@@ -21605,7 +21598,7 @@ static void rocq__product_finish(rocq__job *job, const rocq__product *g) {
 
 static void rocq__product_launch(rocq__job *job, const rocq__product *g, int32_t n,
                                  const rocq_tensor *x) {
-    job->cost = rocq__gemm_cost(job, g, n);
+    job->cost = rocq__product_cost(job, g, n);
     if (rocq__is_few(x, g->path)) rocq__product_few(job, g, n, x);
     else rocq__product_tiles(job, g, n, x);
     for (int32_t i = 0; i < n; i++) {
@@ -22512,27 +22505,32 @@ static void rocq__job_conv_input(rocq__job *job, const rocq_conv_params *p,
     args->x_scale = 1.0f;
 }
 
+// A kernel named conv_lds and the operands that decide whether launches may overlap.
+typedef struct rocq__conv_launch {
+    int kernel, threads;
+    const rocq_tensor *y, *w;
+} rocq__conv_launch;
+
 // The blocks of conv_lds_64 or conv_lds_16 begin before the launch ahead of theirs has ended, and
 // may copy w at once if that launch does not write it. It is known not to if it is such a kernel
 // with another y. Where a graph begins, or behind a copy, all launches ahead have ended.
-static void rocq__conv_launch_ahead(rocq__job *job, int kernel, int threads, const rocq_tensor *y,
-                                    const rocq_tensor *w, rocq_k_conv_args *args) {
+static void rocq__conv_launch_ahead(rocq__job *job, const rocq__conv_launch *launch,
+                                    rocq_k_conv_args *args) {
     rocq__gpu *gpu = job->ctx->gpu;
     args->w_ahead = gpu->conv_at > 0 && gpu->conv_at == gpu->n_launched &&
-                    !rocq__ranges_cross(gpu->conv_y, rocq__range_of(w));
-    rocq__job_launch(job, kernel, args->n_blocks, 1, threads, args);
+                    !rocq__ranges_cross(gpu->conv_y, rocq__range_of(launch->w));
+    rocq__job_launch(job, launch->kernel, args->n_blocks, 1, launch->threads, args);
     if (job->planning || job->result != ROCQ_OK) return; // nothing was launched
     gpu->conv_ahead = args->w_ahead;
-    gpu->conv_y = rocq__range_of(y);
+    gpu->conv_y = rocq__range_of(launch->y);
     gpu->conv_at = gpu->n_launched;
 }
 
-// Launches a kernel named conv_lds over `tiles` tiles of each of n_phases phases. Its blocks, no
-// more than the chip has units, go from tile to tile, so the time cap cuts tiles, not blocks: into
-// parts that give each unit the same number of them.
-static void rocq__conv_launch_tiles(rocq__job *job, int kernel, int threads, int64_t tiles,
-                                    int64_t n_phases, const rocq_tensor *y, const rocq_tensor *w,
-                                    rocq_k_conv_args *args) {
+// Launches a kernel over `tiles` tiles of each of n_phases phases. Its blocks, no more than the
+// chip has units, go from tile to tile, so the time cap cuts tiles, not blocks: into launches that
+// give each unit the same number of them.
+static void rocq__conv_launch_tiles(rocq__job *job, const rocq__conv_launch *launch, int64_t tiles,
+                                    int64_t n_phases, rocq_k_conv_args *args) {
     const int64_t most = ROCQ__MAX(rocq__chip_of(job->ctx)->n_units / n_phases, 1); // of a phase
     const double cap = job->ctx->desc.dispatch_us;
     int64_t step = tiles;
@@ -22545,10 +22543,10 @@ static void rocq__conv_launch_tiles(rocq__job *job, int kernel, int threads, int
         args->tile0 = (int32_t)tile;
         args->tile_end = (int32_t)ROCQ__MIN(tile + step, tiles);
         args->n_blocks = (int32_t)(n_phases * ROCQ__MIN(args->tile_end - tile, most));
-        if (kernel != ROCQ_K_conv_lds_128) {
-            rocq__conv_launch_ahead(job, kernel, threads, y, w, args);
+        if (launch->kernel != ROCQ_K_conv_lds_128) {
+            rocq__conv_launch_ahead(job, launch, args);
         } else {
-            rocq__job_launch(job, kernel, args->n_blocks, 1, threads, args);
+            rocq__job_launch(job, launch->kernel, args->n_blocks, 1, launch->threads, args);
         }
     }
 }
@@ -22594,12 +22592,12 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     if (pass) rocq__job_conv_input(job, p, &args);
     int64_t tiles = n_kernels * args.tiles_m * args.tiles_x * args.tiles_y;
     const int lds = rocq__conv_lds(chip, p, &args, pass);
+    rocq__conv_launch launch = {lds, 256, p->y, &w};
     if (lds == ROCQ_K_conv_lds_64 || lds == ROCQ_K_conv_lds_16) {
         args.n_splits = 1;
-        const int groups = tiles * frames > chip->n_units ? ROCQ_K_CONV_LDS_GROUPS : 1;
+        launch.threads = tiles * frames > chip->n_units ? 128 * ROCQ_K_CONV_LDS_GROUPS : 128;
         job->cost = cost;
-        rocq__conv_launch_tiles(job, lds, 128 * groups, tiles / n_kernels * frames, n_kernels,
-                                p->y, &w, &args);
+        rocq__conv_launch_tiles(job, &launch, tiles / n_kernels * frames, n_kernels, &args);
         return;
     }
     if (lds == ROCQ_K_conv_lds_128) {
@@ -22624,7 +22622,7 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
                                     : ROCQ_K_conv_f32_16) +
                     (pass || p->x->format != ROCQ_F32);
     if (lds == ROCQ_K_conv_lds_128) {
-        rocq__conv_launch_tiles(job, lds, 256, tiles * args.n_splits * frames, 1, p->y, &w, &args);
+        rocq__conv_launch_tiles(job, &launch, tiles * args.n_splits * frames, 1, &args);
     } else {
         rocq__job_launch(job, any, tiles * args.n_splits, frames, 128, &args);
     }
@@ -23203,8 +23201,8 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
         if (!lds) {
             n_splits[i] = rocq__tiles_best(chip, &site[i], &only, 1, ROCQ__TILE_SPLIT).n_splits;
         } else {
-            tile[i] = rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES,
-                                     &site[i], &rocq__lds_backward, -1, &n_splits[i], &ns);
+            tile[i] =
+                rocq__lds_best(chip, &rocq__lds_backward, &site[i], -1, &n_splits[i], &ns);
         }
     }
     if (lds && p->dx && p->dw) {
@@ -23597,6 +23595,7 @@ enum {
     ROCQ__BIT_I8 = 1024,
     ROCQ__HADAMARD = 2048, // Q8_0 and Q4_0 may also be in that layout
     ROCQ__INTERLEAVED = 4096, // on the CPU, a matrix may also be in that layout
+    ROCQ__COUNTED = 8192, // its elements are the op's flops, see rocq__count_flops
     ROCQ__FLOAT = ROCQ__BIT_F32 | ROCQ__BIT_F16,
     ROCQ__PLAIN = ROCQ__BIT_F32 | ROCQ__BIT_F16 | ROCQ__BIT_BF16,
     ROCQ__WEIGHTS = ROCQ__ANY | ROCQ__PLANAR | ROCQ__INTERLEAVED,
@@ -23649,6 +23648,39 @@ static bool rocq__self_overlap(const rocq_tensor *t) {
         reach += (t->ne[next] - 1) * t->stride[next];
     }
     return false;
+}
+
+// Checks that an operand may have the layout that it has, and that its rows and format suit it.
+// elems: of a block.
+static rocq_result rocq__check_layout(rocq_ctx *ctx, const char *op, const char *name,
+                                      const rocq_tensor *t, int accept, bool on_gpu,
+                                      int64_t elems) {
+    if (t->layout == ROCQ_LAYOUT_PLANAR) {
+        if (!on_gpu || !(accept & ROCQ__PLANAR) || elems == 1) {
+            return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s cannot be planar%s", op, name,
+                              on_gpu ? "" : " on the CPU");
+        }
+        if (!rocq_tensor_contiguous(t)) {
+            return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %s is planar and has gaps", op, name);
+        }
+    }
+    if (t->layout == ROCQ_LAYOUT_INTERLEAVED) {
+        if (on_gpu || !(accept & ROCQ__INTERLEAVED) || !rocq__interleaves(t->format)) {
+            return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s in %s cannot be interleaved%s", op,
+                              name, rocq_format_name(t->format), on_gpu ? " on a GPU" : "");
+        }
+        if (!rocq_tensor_contiguous(t) || t->ne[1] % ROCQ__SIDE_BY_SIDE != 0) {
+            return rocq__fail(ctx, ROCQ_E_SHAPE,
+                              "%s: %s is interleaved and has gaps, or %lld rows, no multiple of 16",
+                              op, name, (long long)t->ne[1]);
+        }
+    }
+    if (rocq__is_hadamard(t) && (!(accept & ROCQ__HADAMARD) ||
+                                 (t->format != ROCQ_Q8_0 && t->format != ROCQ_Q4_0))) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s in %s cannot be in layout HADAMARD", op,
+                          name, rocq_format_name(t->format));
+    }
+    return ROCQ_OK;
 }
 
 // Checks one operand: that it is present (unless optional), of an accepted format, of whole blocks,
@@ -23707,32 +23739,8 @@ static rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char 
             }
         }
     }
-    if (t->layout == ROCQ_LAYOUT_PLANAR) {
-        if (!on_gpu || !(accept & ROCQ__PLANAR) || elems == 1) {
-            return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s cannot be planar%s", op, name,
-                              on_gpu ? "" : " on the CPU");
-        }
-        if (!rocq_tensor_contiguous(t)) {
-            return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %s is planar and has gaps", op, name);
-        }
-        align = 16;
-    }
-    if (t->layout == ROCQ_LAYOUT_INTERLEAVED) {
-        if (on_gpu || !(accept & ROCQ__INTERLEAVED) || !rocq__interleaves(t->format)) {
-            return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s in %s cannot be interleaved%s", op,
-                              name, rocq_format_name(t->format), on_gpu ? " on a GPU" : "");
-        }
-        if (!rocq_tensor_contiguous(t) || t->ne[1] % ROCQ__SIDE_BY_SIDE != 0) {
-            return rocq__fail(ctx, ROCQ_E_SHAPE,
-                              "%s: %s is interleaved and has gaps, or %lld rows, no multiple of 16",
-                              op, name, (long long)t->ne[1]);
-        }
-    }
-    if (rocq__is_hadamard(t) && (!(accept & ROCQ__HADAMARD) ||
-                                 (t->format != ROCQ_Q8_0 && t->format != ROCQ_Q4_0))) {
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s in %s cannot be in layout HADAMARD", op,
-                          name, rocq_format_name(t->format));
-    }
+    ROCQ__TRY(rocq__check_layout(ctx, op, name, t, accept, on_gpu, elems));
+    if (t->layout == ROCQ_LAYOUT_PLANAR) align = 16;
     if ((rocq__address(t) & (uint64_t)(align - 1)) != 0) {
         return rocq__fail(ctx, ROCQ_E_ALIGNMENT, "%s: %s must start at a multiple of %d bytes", op,
                           name, (int)align);
@@ -23806,10 +23814,10 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(ROPE, IN_PLACE, x, "dhn", ROCQ__FLOAT)
     ROCQ_X(ROPE, INDEX, pos, "n", ROCQ__BIT_I32)
     ROCQ_X(ROPE, KEPT, rope.freq_factors, ".", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
-    ROCQ_X(ROPE_APPEND, OUT, q, "dhn", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(ROPE_APPEND, OUT, q, "dhn", ROCQ__BIT_F32 | ROCQ__OPTIONAL | ROCQ__COUNTED)
     ROCQ_X(ROPE_APPEND, OUT, k_cache, "dgp", ROCQ__KV)
     ROCQ_X(ROPE_APPEND, OUT, v_cache, "dgp", ROCQ__KV)
-    ROCQ_X(ROPE_APPEND, IN, k, "dgn", ROCQ__BIT_F32)
+    ROCQ_X(ROPE_APPEND, IN, k, "dgn", ROCQ__BIT_F32 | ROCQ__COUNTED)
     ROCQ_X(ROPE_APPEND, IN, v, "dgn", ROCQ__BIT_F32)
     ROCQ_X(ROPE_APPEND, INDEX, pos, "n", ROCQ__BIT_I32)
     ROCQ_X(ROPE_APPEND, INDEX, cell, "n", ROCQ__BIT_I32 | ROCQ__OPTIONAL)
@@ -23836,15 +23844,15 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(GATHER, KEPT, table, "kr", ROCQ__WEIGHTS)
     ROCQ_X(GATHER, INDEX, ids, "n", ROCQ__BIT_I32)
     ROCQ_X(ARGMAX, OUT, index, "n", ROCQ__BIT_I32)
-    ROCQ_X(ARGMAX, IN, x, "kn", ROCQ__BIT_F32)
+    ROCQ_X(ARGMAX, IN, x, "kn", ROCQ__BIT_F32 | ROCQ__COUNTED)
     ROCQ_X(SAMPLE, OUT, token, "1", ROCQ__BIT_I32)
     ROCQ_X(SAMPLE, OUT, prob, "1", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
-    ROCQ_X(SAMPLE, IN, logits, "v", ROCQ__BIT_F32)
+    ROCQ_X(SAMPLE, IN, logits, "v", ROCQ__BIT_F32 | ROCQ__COUNTED)
     ROCQ_X(SAMPLE, INDEX, recent, ".", ROCQ__BIT_I32 | ROCQ__OPTIONAL)
     ROCQ_X(SAMPLE, INDEX, allowed, ".", ROCQ__BIT_I32 | ROCQ__OPTIONAL)
     ROCQ_X(ROUTE, OUT, ids, "sn", ROCQ__BIT_I32)
     ROCQ_X(ROUTE, OUT, weights, "sn", ROCQ__BIT_F32)
-    ROCQ_X(ROUTE, IN, logits, "en", ROCQ__BIT_F32)
+    ROCQ_X(ROUTE, IN, logits, "en", ROCQ__BIT_F32 | ROCQ__COUNTED)
     ROCQ_X(ROUTE, KEPT, bias, "e", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(ROUTE, KEPT, expert_scale, "e", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(EXPERTS, OUT, y, "muv", ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
@@ -23884,7 +23892,7 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(CONV, KEPT, norm_bias, "c", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(NORM_STATS, OUT, stats, "....", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(NORM_STATS, OUT, moments, "....", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
-    ROCQ_X(NORM_STATS, IN, x, "cwhf", ROCQ__PLAIN)
+    ROCQ_X(NORM_STATS, IN, x, "cwhf", ROCQ__PLAIN | ROCQ__COUNTED)
     ROCQ_X(RESIZE, OUT, y, "cpqf", ROCQ__PLAIN)
     ROCQ_X(RESIZE, IN, x, "cwhf", ROCQ__PLAIN)
     ROCQ_X(PIXELS, OUT, y, ".whf", ROCQ__BIT_I8)
@@ -23926,16 +23934,16 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(GLU_BACKWARD, IN_PLACE, gate, "knbc", ROCQ__FLOAT)
     ROCQ_X(GLU_BACKWARD, IN, up, "knbc", ROCQ__FLOAT)
     ROCQ_X(GATHER_BACKWARD, OUT, dtable, "kr", ROCQ__BIT_F32)
-    ROCQ_X(GATHER_BACKWARD, IN, dy, "kn", ROCQ__FLOAT)
+    ROCQ_X(GATHER_BACKWARD, IN, dy, "kn", ROCQ__FLOAT | ROCQ__COUNTED)
     ROCQ_X(GATHER_BACKWARD, INDEX, ids, "n", ROCQ__BIT_I32)
     ROCQ_X(CROSS_ENTROPY, OUT, dlogits, "vn", ROCQ__FLOAT | ROCQ__OPTIONAL)
     ROCQ_X(CROSS_ENTROPY, OUT, loss, "n", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
-    ROCQ_X(CROSS_ENTROPY, IN_PLACE, logits, "vn", ROCQ__FLOAT)
+    ROCQ_X(CROSS_ENTROPY, IN_PLACE, logits, "vn", ROCQ__FLOAT | ROCQ__COUNTED)
     ROCQ_X(CROSS_ENTROPY, INDEX, targets, "n", ROCQ__BIT_I32)
     ROCQ_X(CROSS_ENTROPY, IN, weights, "n", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(CROSS_ENTROPY, IN, scale, "1", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(GRAD_NORM, OUT, state, ".", ROCQ__BIT_F32)
-    ROCQ_X(GRAD_NORM, IN, g, ".", ROCQ__BIT_F32)
+    ROCQ_X(GRAD_NORM, IN, g, ".", ROCQ__BIT_F32 | ROCQ__COUNTED)
     ROCQ_X(ADAMW, OUT, w, "n", ROCQ__BIT_F32)
     ROCQ_X(ADAMW, OUT, w16, "n", ROCQ__BIT_F16 | ROCQ__BIT_BF16 | ROCQ__OPTIONAL)
     ROCQ_X(ADAMW, OUT, m, "n", ROCQ__BIT_F32 | ROCQ__BIT_I8)
@@ -23968,6 +23976,13 @@ static const void *rocq__next_params(rocq_op op, const void *params) {
     return op == ROCQ_OP_MATMUL ? ((const rocq_matmul_params *)params)->next : NULL;
 }
 
+static rocq_result rocq__check_size(rocq_ctx *ctx, const char *op, const char *name,
+                                    const rocq_tensor *t, int d, int64_t want) {
+    if (t->ne[d] == want) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %s has %lld elements in dimension %d, expected %lld",
+                      op, name, (long long)t->ne[d], d, (long long)want);
+}
+
 // Checks the sizes of an operand against its shape. sizes[i] is the size that the i-th letter has
 // had in the operands before, 0 if none of them has it; this operand's new letters are added.
 static rocq_result rocq__check_letters(rocq_ctx *ctx, const char *op_name, const rocq__operand *o,
@@ -23979,11 +23994,7 @@ static rocq_result rocq__check_letters(rocq_ctx *ctx, const char *op_name, const
         int64_t *size = c >= 'a' ? &sizes[c - 'a'] : repeated ? &sizes[c - 'A'] : NULL;
         if (c == '.' || (repeated && (*size == 0 || t->ne[d] == 1))) continue;
         if (size && *size == 0) *size = t->ne[d];
-        const int64_t want = size ? *size : c - '0';
-        if (t->ne[d] == want) continue;
-        return rocq__fail(ctx, ROCQ_E_SHAPE,
-                          "%s: %s has %lld elements in dimension %d, expected %lld", op_name,
-                          o->name, (long long)t->ne[d], d, (long long)want);
+        ROCQ__TRY(rocq__check_size(ctx, op_name, o->name, t, d, size ? *size : c - '0'));
     }
     return ROCQ_OK;
 }
@@ -24010,18 +24021,18 @@ static rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, rocq
 // -- ops --
 // Each op has a function rocq__check_NAME, see rocq__op_NAME. op: the op's name in messages.
 
+typedef struct rocq__sizes { int64_t ne[4]; } rocq__sizes;
+
+static inline rocq__sizes rocq__sizes_of(int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3) {
+    const rocq__sizes sizes = {{ne0, ne1, ne2, ne3}};
+    return sizes;
+}
+
 // Checks the sizes of an operand, unless it is NULL. -1: any size.
 static rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char *name,
-                                     const rocq_tensor *t, int64_t ne0, int64_t ne1, int64_t ne2,
-                                     int64_t ne3) {
-    const int64_t want[4] = {ne0, ne1, ne2, ne3};
-    if (!t) return ROCQ_OK;
-    for (int d = 0; d < 4; d++) {
-        if (want[d] >= 0 && t->ne[d] != want[d]) {
-            return rocq__fail(ctx, ROCQ_E_SHAPE,
-                              "%s: %s has %lld elements in dimension %d, expected %lld", op, name,
-                              (long long)t->ne[d], d, (long long)want[d]);
-        }
+                                     const rocq_tensor *t, rocq__sizes want) {
+    for (int d = 0; t && d < 4; d++) {
+        if (want.ne[d] >= 0) ROCQ__TRY(rocq__check_size(ctx, op, name, t, d, want.ne[d]));
     }
     return ROCQ_OK;
 }
@@ -24047,10 +24058,21 @@ static rocq_result rocq__check_precision(rocq_ctx *ctx, const char *op, rocq_pre
     return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: unknown precision %d", op, (int)precision);
 }
 
+// Fails if INT8 is asked for and w, unless it is NULL, is in a format that has none.
+static rocq_result rocq__check_int8(rocq_ctx *ctx, const char *op, rocq_precision precision,
+                                    const rocq_tensor *w) {
+    if (!w || rocq__asked(ctx, precision) != ROCQ_PRECISION_INT8 ||
+        rocq__is_coded(ROCQ_BACKEND_CPU, w->format)) {
+        return ROCQ_OK;
+    }
+    return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: format %s has no INT8 path", op,
+                      rocq_format_name(w->format));
+}
+
 // The functions below check what an op demands beyond rocq__check_operands, which has run before.
 // Each macro checks one field of p and gives a rocq_result.
 #define ROCQ__SHAPE(name, ne0, ne1, ne2, ne3) \
-    rocq__check_shape(ctx, op, #name, p->name, ne0, ne1, ne2, ne3)
+    rocq__check_shape(ctx, op, #name, p->name, rocq__sizes_of(ne0, ne1, ne2, ne3))
 #define ROCQ__RANGE(name, low, high) rocq__check_range(ctx, op, #name, p->name, low, high)
 
 static rocq_result rocq__check_none(rocq_ctx *ctx, const char *op, const void *params) {
@@ -24090,16 +24112,8 @@ static rocq_result rocq__check_product(rocq_ctx *ctx, const char *op,
     ROCQ__TRY(ROCQ__RANGE(softcap, 0.0f, FLT_MAX));
     ROCQ__TRY(rocq__check_precision(ctx, op, p->precision));
     ROCQ__TRY(rocq__check_lora(ctx, op, p));
-    for (int i = 0; i < 2; i++) {
-        const rocq_tensor *w = i == 0 ? p->w : p->w2;
-        if (!w || rocq__asked(ctx, p->precision) != ROCQ_PRECISION_INT8 ||
-            rocq__is_coded(ROCQ_BACKEND_CPU, w->format)) {
-            continue;
-        }
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "matmul: format %s has no INT8 path",
-                          rocq_format_name(w->format));
-    }
-    return ROCQ_OK;
+    ROCQ__TRY(rocq__check_int8(ctx, op, p->precision, p->w));
+    return rocq__check_int8(ctx, op, p->precision, p->w2);
 }
 
 // Whether both tensors have the same address, format, layout, sizes and strides.
@@ -24163,17 +24177,12 @@ static rocq_result rocq__check_attention(rocq_ctx *ctx, const char *op, const vo
     return ROCQ_OK;
 }
 
-static rocq_result rocq__check_norm(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_norm_params *p = (const rocq_norm_params *)params;
-    return ROCQ__RANGE(eps, 0.0f, FLT_MAX);
-}
-
 static rocq_result rocq__check_rmsnorm(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_norm_params *p = (const rocq_norm_params *)params;
     if (p->bias || p->mean) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "rmsnorm: has no %s", p->bias ? "bias" : "mean");
     }
-    return rocq__check_norm(ctx, op, p);
+    return ROCQ__RANGE(eps, 0.0f, FLT_MAX);
 }
 
 // head_dim is what n_dims = 0 stands for.
@@ -24200,30 +24209,24 @@ static rocq_result rocq__check_rope_config(rocq_ctx *ctx, const char *op,
     return ROCQ__SHAPE(freq_factors, n_dims / 2, 1, 1, 1);
 }
 
-static rocq_result rocq__check_rope(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_rope_params *p = (const rocq_rope_params *)params;
-    return rocq__check_rope_config(ctx, op, &p->rope, p->x->ne[0]);
-}
-
-static rocq_result rocq__check_rope_append(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
-    return rocq__check_rope_config(ctx, op, &p->rope, p->k->ne[0]);
-}
-
-static rocq_result rocq__check_activate(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_activate_params *p = (const rocq_activate_params *)params;
-    return rocq__check_activation(ctx, op, p->activation);
-}
-
-static rocq_result rocq__check_glu(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_glu_params *p = (const rocq_glu_params *)params;
-    return rocq__check_activation(ctx, op, p->activation);
-}
-
-static rocq_result rocq__check_scale(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_scale_params *p = (const rocq_scale_params *)params;
-    return rocq__check_activation(ctx, op, p->activation);
-}
+// Ops of which one thing is checked.
+#define ROCQ_X(NAME, name, check)                                                              \
+    static rocq_result rocq__check_##name(rocq_ctx *ctx, const char *op, const void *params) { \
+        const rocq__##NAME##_params *p = (const rocq__##NAME##_params *)params;                \
+        return check;                                                                          \
+    }
+ROCQ_X(LAYERNORM, layernorm, ROCQ__RANGE(eps, 0.0f, FLT_MAX))
+ROCQ_X(ROPE, rope, rocq__check_rope_config(ctx, op, &p->rope, p->x->ne[0]))
+ROCQ_X(ROPE_APPEND, rope_append, rocq__check_rope_config(ctx, op, &p->rope, p->k->ne[0]))
+ROCQ_X(ACTIVATE, activate, rocq__check_activation(ctx, op, p->activation))
+ROCQ_X(GLU, glu, rocq__check_activation(ctx, op, p->activation))
+ROCQ_X(SCALE, scale, rocq__check_activation(ctx, op, p->activation))
+ROCQ_X(SOFTMAX, softmax, ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX))
+ROCQ_X(GATHER, gather, ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX))
+ROCQ_X(ACTIVATE_BACKWARD, activate_backward, rocq__check_activation(ctx, op, p->activation))
+ROCQ_X(GLU_BACKWARD, glu_backward, rocq__check_activation(ctx, op, p->activation))
+ROCQ_X(GATHER_BACKWARD, gather_backward, ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX))
+#undef ROCQ_X
 
 static rocq_result rocq__check_cast(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_cast_params *p = (const rocq_cast_params *)params;
@@ -24233,16 +24236,6 @@ static rocq_result rocq__check_cast(rocq_ctx *ctx, const char *op, const void *p
                                  &elems, &bytes));
     if (p->y->format == p->x->format) return ROCQ_OK;
     return rocq__check_encoded(ctx, op, "y", p->y->format);
-}
-
-static rocq_result rocq__check_softmax(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_softmax_params *p = (const rocq_softmax_params *)params;
-    return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
-}
-
-static rocq_result rocq__check_gather(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_gather_params *p = (const rocq_gather_params *)params;
-    return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
 }
 
 static rocq_result rocq__check_argmax(rocq_ctx *ctx, const char *op, const void *params) {
@@ -24324,16 +24317,8 @@ static rocq_result rocq__check_experts(rocq_ctx *ctx, const char *op, const void
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "experts: %lld slots of %lld tokens, %lld experts",
                           (long long)n_slots, (long long)n, (long long)n_experts);
     }
-    for (int i = 0; i < 2; i++) {
-        const rocq_tensor *w = i == 0 ? p->w : p->w2;
-        if (!w || rocq__asked(ctx, p->precision) != ROCQ_PRECISION_INT8 ||
-            rocq__is_coded(ROCQ_BACKEND_CPU, w->format)) {
-            continue;
-        }
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "experts: format %s has no INT8 path",
-                          rocq_format_name(w->format));
-    }
-    return ROCQ_OK;
+    ROCQ__TRY(rocq__check_int8(ctx, op, p->precision, p->w));
+    return rocq__check_int8(ctx, op, p->precision, p->w2);
 }
 
 static rocq_result rocq__check_shortconv(rocq_ctx *ctx, const char *op, const void *params) {
@@ -24499,24 +24484,6 @@ static rocq_result rocq__check_attention_backward(rocq_ctx *ctx, const char *op,
     const rocq_attention_backward_params *p = (const rocq_attention_backward_params *)params;
     const rocq_attention_params forward = rocq__attention_forward(p);
     return rocq__check_attention(ctx, op, &forward);
-}
-
-// activate_backward, glu_backward, gather_backward
-
-static rocq_result rocq__check_activate_backward(rocq_ctx *ctx, const char *op,
-                                                 const void *params) {
-    const rocq_activate_backward_params *p = (const rocq_activate_backward_params *)params;
-    return rocq__check_activation(ctx, op, p->activation);
-}
-
-static rocq_result rocq__check_glu_backward(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_glu_backward_params *p = (const rocq_glu_backward_params *)params;
-    return rocq__check_activation(ctx, op, p->activation);
-}
-
-static rocq_result rocq__check_gather_backward(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_gather_backward_params *p = (const rocq_gather_backward_params *)params;
-    return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
 }
 
 // cross_entropy, grad_norm, adamw
@@ -24854,26 +24821,15 @@ static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *param
     } else if (op == ROCQ_OP_DELTA_NET) {
         const rocq_delta_net_params *p = (const rocq_delta_net_params *)params;
         cost->flops = 7.0 * rocq__elems(p->v) * (double)p->k->ne[0];
-    } else if (op == ROCQ_OP_ROUTE) {
-        cost->flops = rocq__elems(((const rocq_route_params *)params)->logits);
-    } else if (op == ROCQ_OP_NORM_STATS) {
-        cost->flops = rocq__elems(((const rocq_norm_stats_params *)params)->x);
-    } else if (op == ROCQ_OP_ARGMAX) {
-        cost->flops = rocq__elems(((const rocq_argmax_params *)params)->x);
-    } else if (op == ROCQ_OP_SAMPLE) {
-        cost->flops = rocq__elems(((const rocq_sample_params *)params)->logits);
-    } else if (op == ROCQ_OP_GATHER_BACKWARD) {
-        cost->flops = rocq__elems(((const rocq_gather_backward_params *)params)->dy);
-    } else if (op == ROCQ_OP_CROSS_ENTROPY) {
-        cost->flops = rocq__elems(((const rocq_cross_entropy_params *)params)->logits);
-    } else if (op == ROCQ_OP_GRAD_NORM) {
-        cost->flops = rocq__elems(((const rocq_grad_norm_params *)params)->g);
-    } else if (op == ROCQ_OP_ROPE_APPEND) {
-        const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
-        cost->flops = rocq__elems(p->q ? p->q : p->k);
-    } else {
-        const int32_t begin = rocq__operands_begin(op, &end);
-        cost->flops = rocq__elems(rocq__operand_of(params, &rocq__operands[begin]));
+    } else { // elements of the first operand that is COUNTED and given, or else of the first one
+        const int32_t first = rocq__operands_begin(op, &end);
+        int32_t i = first;
+        while (i < end && !((rocq__operands[i].accept & ROCQ__COUNTED) &&
+                            rocq__operand_of(params, &rocq__operands[i]))) {
+            i++;
+        }
+        const rocq__operand *counted = &rocq__operands[i < end ? i : first];
+        cost->flops = rocq__elems(rocq__operand_of(params, counted));
     }
     return true;
 }
@@ -24946,7 +24902,7 @@ typedef struct rocq__op {
 ROCQ_X(MATMUL, matmul, matmul, matmul, matmul, matmul)
 ROCQ_X(ATTENTION, attention, attention, attention, attention, attention)
 ROCQ_X(RMSNORM, rmsnorm, rmsnorm, none, norm, norm)
-ROCQ_X(LAYERNORM, layernorm, norm, none, norm, norm)
+ROCQ_X(LAYERNORM, layernorm, layernorm, none, norm, norm)
 ROCQ_X(ROPE, rope, rope, rope, rope, rope)
 ROCQ_X(ROPE_APPEND, rope_append, rope_append, rope_append, rope_append, rope_append)
 ROCQ_X(ACTIVATE, activate, activate, none, map, map)
@@ -30070,12 +30026,12 @@ static rocq_result rocq__survey_op(rocq_ctx *ctx, const rocq__op *op, const void
     return result;
 }
 
-// A site of an op, and the fraction of the op that it stands for.
+// A site of an op. Of an op with n sites each has the weight 1 / n.
 typedef struct rocq__tune_site {
     rocq__site site, own;
     const rocq__op *op;
     const void *params;
-    double part;
+    double weight;
 } rocq__tune_site;
 
 typedef struct rocq__tune_sites {
@@ -30103,7 +30059,7 @@ static rocq_result rocq__tune_collect(rocq_ctx *ctx, const rocq__node *first,
             s->own = rocq__site_class(&s->site);
             s->op = node->op;
             s->params = node->params;
-            s->part = 1.0 / survey.n;
+            s->weight = 1.0 / survey.n;
         }
     }
     return ROCQ_OK;
@@ -30124,7 +30080,7 @@ static rocq_result rocq__tune_one(rocq__tuning *t, const rocq__tune_sites *sites
         if (memcmp(&s->own, &first->own, sizeof s->own) != 0) continue;
         if (k < i) return ROCQ_OK;
         if (t->n_params < ROCQ__TUNE_PARAMS) t->params[t->n_params++] = s->params;
-        n_ops += s->part;
+        n_ops += s->weight;
     }
     ROCQ__TRY(rocq__tune_class(t, result, &found));
     if (i == 0) result->config = found.config;
