@@ -1407,7 +1407,7 @@ typedef struct rocq_experts_params {
 // of a token: b in row d, c in row D + d, x in row 2 D + d. With u[d, p] = b x of the token at
 // position p, and 0 for p < 0,
 //   y[d, t] = c activation(sum over j < L of w[j, d] u[d, p - L + 1 + j]), where p = pos + t.
-// Of D rows bcx is x alone, and b = c = 1: with SILU the convolution in front of a delta net.
+// If bcx has D rows, it is x alone, and b = c = 1: with SILU the convolution before a delta net.
 // state keeps u from call to call, that of position p in column p mod S: a call reads the L - 1
 // positions before pos, then writes its own n, or the newest S of them. Since u of p < 0 is never
 // read, nothing need be cleared before a text; and where S >= n + L - 1, a call does not overwrite
@@ -1864,7 +1864,7 @@ ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *slice, int
 ROCQ_DEF rocq_result rocq_arena_tensor(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
                                        int32_t n_dims, const int64_t *ne);
 
-// The same with plain sizes: [ne0], [ne0, ne1] or [ne0, ne1, ne2].
+// A tensor cut from the arena with plain sizes: [ne0], [ne0, ne1] or [ne0, ne1, ne2].
 ROCQ_DEF rocq_result rocq_tensor_1d(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
                                     int64_t ne0);
 ROCQ_DEF rocq_result rocq_tensor_2d(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
@@ -1925,8 +1925,8 @@ ROCQ_DEF rocq_result rocq_tensor_init(rocq_tensor *tensor, const rocq_buffer *bu
                                       int64_t offset, rocq_format format, int32_t n_dims,
                                       const int64_t *ne);
 
-// The same over host memory that holds at least the tensor's size and is aligned as the format's
-// numbers are, to 4 bytes for F32 and 2 for most others (E_ALIGNMENT).
+// A contiguous tensor over host memory that holds at least the tensor's size and is aligned as the
+// format's numbers are, to 4 bytes for F32 and 2 for most others (E_ALIGNMENT).
 ROCQ_DEF rocq_result rocq_tensor_from_host(rocq_tensor *tensor, void *data, rocq_format format,
                                            int32_t n_dims, const int64_t *ne);
 
@@ -1943,7 +1943,7 @@ ROCQ_DEF rocq_tensor rocq_tensor_slice(const rocq_tensor *src, int32_t dim, int6
                                        int64_t n);
 ROCQ_DEF rocq_tensor rocq_tensor_heads(const rocq_tensor *src, int64_t head_dim);
 
-// The same elements in other dimensions; src must be contiguous.
+// A view of all elements of src in other dimensions; src must be contiguous.
 ROCQ_DEF rocq_result rocq_tensor_reshape(rocq_tensor *view, const rocq_tensor *src, int32_t n_dims,
                                          const int64_t *ne);
 
@@ -1969,7 +1969,7 @@ ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const vo
                                  int64_t size);
 ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size);
 
-// The same for n tensors, with one wait for all of them. Nothing is copied if one is refused.
+// Downloads n tensors with one wait for all of them. Nothing is copied if one is refused.
 typedef struct rocq_transfer {
     void *dst;
     const rocq_tensor *src;
@@ -2289,8 +2289,8 @@ ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes);
 
 // On failure *kv is NULL. Destroy it before its context is closed. All memory is taken here: the
 // buffer, some bytes on the host for each page and sequence, and the context's scratch that shift
-// needs. Of the calls below, those that may run ops (append, shift, fork, save, restore) are
-// E_STATE while a graph is recorded, and E_CANCELLED only before they have begun.
+// needs. Calls below that may run ops (append, shift, fork, save, restore) are E_STATE while a
+// graph is recorded, and E_CANCELLED only before they have begun.
 ROCQ_DEF rocq_result rocq_kv_create(rocq_ctx *ctx, rocq_kv **kv, const rocq_kv_desc *desc);
 ROCQ_DEF void rocq_kv_destroy(rocq_kv **kv); // twice, or on NULL, is harmless
 
@@ -3579,7 +3579,7 @@ enum {
 #define ROCQ_K_LDS_FORWARD_TILES(X, a)                                       \
     ROCQ_K_LDS_TILES(X, a) X(a, 128_wide, 128, 128, 6, 4, 1)                 \
     X(a, 192_tall, 192, 256, 4, 2, 1) X(a, 224_tall, 224, 256, 3, 2, 1)
-// The same for weights that are decoded into LDS: X(a, b, columns, rows, steps, ahead, blocks).
+// Tiles for weights that are decoded into LDS: X(a, b, columns, rows, steps, ahead, blocks).
 #define ROCQ_K_LDS_DECODED_TILES(X, a, b) \
     X(a, b, 256, 128, 4, 2, 1) X(a, b, 128, 128, 3, 1, 2) X(a, b, 128, 64, 4, 2, 2)
 #define ROCQ_K_LDS_THREADS(rows) ((rows) > 128 ? (rows) : 2 * (rows))
@@ -4538,7 +4538,7 @@ static inline bool rocq__on_gpu(const rocq_ctx *ctx) {
     return ROCQ__HAS_HIP && ctx->gpu != NULL;
 }
 
-// Of a GPU context, see >>hip_memory.
+// Only for a GPU context; defined at >>hip_memory.
 static rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t size,
                                       rocq_memory memory, rocq__block **out);
 static void rocq__device_free(rocq_ctx *ctx, rocq__block *block);
@@ -9191,7 +9191,7 @@ static rocq__choice rocq__columns_choice(const rocq_ctx *ctx, rocq_backend backe
     return choice;
 }
 
-// The same for the product of x with w, which is p->w or p->w2.
+// The precision of the product of x with w, which is p->w or p->w2, and the reason.
 static rocq__choice rocq__product_choice(const rocq_ctx *ctx, rocq_backend backend,
                                          const rocq_matmul_params *p, const rocq_tensor *w) {
     return rocq__columns_choice(ctx, backend, p->precision, w->format, p->x->ne[1], w->ne[1]);
@@ -13749,8 +13749,8 @@ static const float *rocq__load(bool simd, rocq_format format, const unsigned cha
     return buf;
 }
 
-// The same of a row of t, which may be interleaved; then the elements are whole blocks and
-// ROCQ__STRIP at most.
+// Elements [first, first + n) of a row of t as floats. t may be interleaved; then they are whole
+// blocks and ROCQ__STRIP at most.
 static const float *rocq__load_weights(bool simd, const rocq_tensor *t, int64_t row, int64_t first,
                                        int64_t n, float *buf) {
     if (t->layout != ROCQ_LAYOUT_INTERLEAVED) {
@@ -13951,7 +13951,7 @@ ROCQ__V8 void rocq__v8_hadamard(rocq__v8 *v) {
     }
 }
 
-// The same for a size of 64 or 128; the last round of 128 is between the halves of a block.
+// v = v H for a size of 64 or 128; the last round of 128 is between the halves of a block.
 static ROCQ__SIMD void rocq__hadamard_simd(float *v, int64_t size, int64_t n) {
     const rocq__v8 factor = rocq__v8_set1(1.0f / sqrtf((float)size));
     for (int64_t i = 0; i < n; i += 64) {
@@ -14377,7 +14377,7 @@ static void rocq__attend_kernels(rocq__attend *a) {
     const rocq_format k = a->as_is ? a->p->k->format : ROCQ_F32;
     const rocq_format v = a->as_is ? a->p->v->format : ROCQ_F32;
     // A row by itself, as of a model whose heads share no keys, has kernels of its own for F16,
-    // the usual format of a cache. Of other formats it takes as long as two rows.
+    // the usual format of a cache. In other formats a row takes as long as two rows.
     const bool one = a->tile_rows == 1 && k == ROCQ_F16 && v == ROCQ_F16 && a->pitch % 64 == 0;
     a->rows = one ? 1 : a->tile_rows <= 2 ? 2 : 4;
     static const struct {
@@ -14767,9 +14767,9 @@ static ROCQ__SIMD void rocq__attend_multiply_simd(const rocq__attend_product *p)
 }
 
 #if ROCQ__HAS_AVX2
-// The same with n_vectors of 16 lanes. A core multiplies two vectors of 64 bytes in the time of one
-// load. So with two vectors, eight loads for twelve multiplications, it is bound by loads; with
-// four there are ten loads for 24.
+// The product with rows of n_vectors vectors of 16 lanes. A core multiplies two vectors of 64 bytes
+// in the time of one load. So with two vectors, eight loads for twelve multiplications, it is bound
+// by loads; with four there are ten loads for 24.
 ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__attend_multiply_wide(
     const rocq__attend_product *p, const int n_vectors) {
     const int64_t a_row = p->a_row, a_step = p->a_step, b_step = p->b_step;
@@ -14921,8 +14921,8 @@ static ROCQ__SIMD void rocq__attend_values_seen(const rocq__attend *a,
     }
 }
 
-// Of the scores of a product's rows, from row r on, for keys [first, last) of the tile: those of
-// keys that a row does not see become -inf, and mask values are added to the others.
+// Adds the mask to the scores of the product's rows, which begin with row r, for keys [first, last)
+// of the tile. Scores of keys that a row does not see become -inf. score: where row r's begin.
 static void rocq__attend_hide(const rocq__attend *a, const rocq__attend_item *item, int64_t r,
                               int64_t begin, int64_t first, int64_t last, float *score) {
     const int64_t lanes = rocq__attend_lanes(a, item->n - r);
@@ -15079,8 +15079,8 @@ static void rocq__attend_task(void *arg, int64_t number, int64_t number_end, int
         const int64_t n = work.rows.n, end = work.end;
         after = rocq__attend_work_of(a, number + 1);
         rocq__attend_start(a, &work.rows, &local);
-        // Of few rows, tiles also end at all_begin and all_end, so that most tiles are seen by all
-        // rows and need no bias.
+        // If rows are few, tiles also end at all_begin and all_end, so that most tiles are seen by
+        // all rows and need no bias.
         for (int64_t first = work.begin, last; first < end; first = last) {
             last = ROCQ__MIN(first - first % ROCQ__ATTEND_KEYS + ROCQ__ATTEND_KEYS, end);
 #if ROCQ__HAS_V8
@@ -15879,10 +15879,11 @@ static void rocq__plan_argmax_cpu(rocq__plan *plan, rocq_op op, const void *para
 // the cut, tells what is left: it and all before it. The final distribution is summed and drawn
 // from in token order, so that the draw does not depend on how the cut was found.
 //
-// Tokens are taken in strips. The largest logit of each is found first: most strips have none that
-// top-k or min-p leave, and are not looked at again. 150,000 logits take 0.1 ms with top-k 40.
-// What all strips need, the sums of top-p and the weights at the temperature, is shared among the
-// threads: spans of a fixed number of strips, so that sums are the same for any number of threads.
+// Tokens are taken in strips. The largest logit of each is found first: it shows that most strips
+// have no candidate left after top-k or min-p, and need not be read again. 150,000 logits take 0.1
+// ms with top-k 40. What all strips need, the sums of top-p and the weights at the temperature, is
+// shared among the threads: spans of a fixed number of strips, so that sums are the same for any
+// number of threads.
 
 enum {
     ROCQ__DRAW = 64,       // tokens of a strip
@@ -15917,7 +15918,7 @@ static float rocq__weigh_scalar(float *weight, const float *x, float top, float 
 }
 
 #if ROCQ__HAS_V8
-// The same bits; top is finite.
+// As rocq__weigh_scalar, with the same bits; top is finite.
 static ROCQ__SIMD float rocq__weigh_simd(float *weight, const float *x, float top, float least,
                                          float temperature) {
     rocq__v8 sum = rocq__v8_set1(0.0f);
@@ -15935,8 +15936,8 @@ static ROCQ__SIMD float rocq__weigh_simd(float *weight, const float *x, float to
 #endif
 
 #if ROCQ__HAS_AVX2
-// The same bits again: the lower half of a vector of 16 is added to the eight sums before the upper
-// half, as two vectors of 8 are above.
+// As rocq__weigh_simd, with the same bits: the lower half of a vector of 16 is added to the eight
+// sums before the upper half, as two vectors of 8 are there.
 static ROCQ__TARGET_AVX512 float rocq__weigh_avx512(float *weight, const float *x, float top,
                                                     float least, float temperature) {
     const __m512 low = _mm512_set1_ps(ROCQ__EXP_LEAST), high = _mm512_set1_ps(ROCQ__EXP_MOST);
@@ -16136,8 +16137,7 @@ static const float *rocq__draw_logits_of(const rocq__drawing *a, int64_t s, floa
 }
 
 // The weights of a strip, 0 behind the cut; returns their sum. Tokens with the cut's own logit are
-// taken up to the cut's token: in strips before its strip all of them, in later strips none, and in
-// its own those that do not come behind it.
+// taken up to the cut's token: all of them in strips before its own, none in later strips.
 static float rocq__draw_strip(const rocq__drawing *a, int64_t s, rocq__candidate cut,
                               float temperature, float *weight) {
     const int64_t first = s * ROCQ__DRAW, behind = (int64_t)cut.token + 1 - first;
@@ -16165,8 +16165,8 @@ static inline bool rocq__draw_has(const rocq__drawing *a, int64_t s, rocq__candi
     return a->most[s] > -INFINITY && a->most[s] >= cut.logit;
 }
 
-// The last of the k candidates that come first. They are in strips whose largest logit is no less
-// than the k-th of those.
+// The last of the k candidates that come first. They are in strips whose largest logit is at least
+// the k-th largest of the strips' largest logits.
 static rocq__candidate rocq__draw_top_k(const rocq__drawing *a, int64_t k) {
     rocq__candidate cut = {-INFINITY, INT32_MAX};
     if (k < a->n_strips) {
@@ -16308,9 +16308,11 @@ static rocq_result rocq__sample_draw(rocq_ctx *ctx, rocq__stage *stage) {
     (void)ctx;
     if (!(p->temperature > 0.0f)) return ROCQ_OK;
     for (int64_t s = 0; s < a->n_strips; s++) total += (double)a->sum[s];
-    // front repeats the additions of total, so it passes target, unless target was rounded up to
-    // total; then, and if rounding makes a strip's tokens sum to less than its own sum, the last
-    // token with any weight is drawn.
+    // The strip is the first whose sum, added to those before it, exceeds target. front adds up the
+    // same numbers as total in the same order, so it ends as total, and some strip is found unless
+    // target was rounded up to total: then it is the last strip with any weight. In the same way,
+    // if rounding makes the weights of the strip's tokens add up to less than the strip's sum, the
+    // token is its last with any weight.
     const double target = rocq__uniform(p->seed, p->step) * total;
     int64_t strip = 0, token = 0;
     for (int64_t s = 0; s < a->n_strips && front <= target; s++) {
@@ -16471,7 +16473,8 @@ static void rocq__plan_route_cpu(rocq__plan *plan, rocq_op op, const void *param
 // the first stage begins by sorting the pairs by expert and cutting each expert's pairs into tiles.
 // It then converts the column of each pair and stores it at the pair's place in that order, so that
 // a tile's columns are contiguous. The second stage multiplies the tiles, by w2 before w, because
-// the result of w is multiplied by that of w2. With weights a third stage sums a token's slots.
+// the product with w is multiplied by the one with w2. With weights a third stage sums a token's
+// slots.
 
 typedef struct rocq__experts_tile {
     int32_t expert, first, n; // sorted pairs first to first + n - 1
@@ -16482,7 +16485,7 @@ typedef struct rocq__experts {
     bool simd, shared; // shared: both products read the same columns
     int64_t n_slots, n_pairs, n_panels, worth;
     rocq_matmul_params products[2];
-    rocq__mm mm[2][2];  // of w and w2: for tiles of one column, for those of more
+    rocq__mm mm[2][2];  // [w, w2][for tiles of one column, of several]
     int64_t most_tiles, n_tiles;
     int64_t work_at, columns_at[2], other_at, values_at, sorted_at; // in scratch memory
     rocq__mm_work *work;
@@ -16626,7 +16629,7 @@ static void rocq__experts_activate(const rocq__experts *a, float *t, const float
     }
 }
 
-// Which of the copies is that of expert e, or -1.
+// The index of expert e's copy, or -1.
 static int64_t rocq__experts_copy(const rocq_experts_params *p, int32_t e) {
     const int32_t at = p->kept ? rocq__row_i32(p->kept, 0)[e] : -1;
     return at >= 0 && at < p->w_kept->ne[2] ? at : -1;
@@ -19767,7 +19770,7 @@ enum {
     ROCQ__LDS_TILES = ROCQ__LDS_FORWARD_TILES - 3         // of the backward
 };
 
-// The same for weights that are decoded into LDS; matmul is the kernel of the first such format.
+// Tiles for weights that are decoded into LDS; matmul is the kernel of the first such format.
 static const rocq__lds_tile rocq__lds_decoded[] = {
 #define ROCQ_X(a, b, columns, rows, steps, ahead, blocks)                                        \
     {columns, rows, ahead, blocks, ROCQ_K_LDS_THREADS(rows),                                     \
@@ -19848,7 +19851,7 @@ enum {
     ROCQ__LDS_GRANULE = 1024
 };
 
-// What the fastest chip of a target has. HIP's memory clock is not that of the data, so the rate of
+// What the fastest chip of a target has. HIP's memory clock is not the data rate, so the rate of
 // memory stands here. HIP counts RDNA's compute units in pairs unless told otherwise, so its number
 // is doubled, but not beyond max_units. Rates per unit are AMD's: 256 flops a clock on the vector
 // unit (without dual issue), 512 on the matrix unit. Sources: AMD's specifications of the products
@@ -20636,8 +20639,8 @@ typedef struct rocq__job {
     uintptr_t scratch;  // device address, 256-byte aligned; 0 while planning
     int64_t used, most; // bytes of it in use, and the most so far
     rocq_result result;
-    rocq__cost cost;    // of the next launch, for the time cap; products and attention, which
-                        // launch parts of themselves, set it; else it is that of the op
+    rocq__cost cost;    // of the next launch, for the time cap: at first the op's cost; an op
+                        // with several launches may set it before each
     const rocq__joined *before; // or NULL
 } rocq__job;
 
@@ -20844,7 +20847,7 @@ static int rocq__k_format(rocq_format format) {
     }
 }
 
-// The same for ROCQ_K_INT8_FORMATS; -1 for a format that has no integer path.
+// Index of a format in ROCQ_K_INT8_FORMATS; -1 for a format that has no integer path.
 static int rocq__k_int8_format(rocq_format format) {
     const int i = rocq__k_format(format) - rocq__k_format(ROCQ_Q4_0);
     const int n = rocq__k_format((rocq_format)ROCQ_K_ID_read) - rocq__k_format(ROCQ_Q4_0) + 1;
@@ -21021,10 +21024,10 @@ static int32_t rocq__matvec_shift(rocq__job *job, const rocq__product *g, int32_
     return k_shift;
 }
 
-// Args of a matvec of products of one x and path, but for those that rocq__matvec_move sets.
-// Returns the number of its blocks. With low, product 0 is t = A x, which the adapters of the other
-// products read. It and they divide K as they would in launches of their own, so the bits are the
-// same.
+// Sets the args of a matvec of products that have one x and one path, except for what
+// rocq__matvec_move sets. Returns the number of its blocks. With low, product 0 is t = A x, which
+// the adapters of the other products read. It and they divide K as they would in launches of their
+// own, so the bits are the same.
 static int64_t rocq__matvec_args(rocq__job *job, const rocq__product *g, int32_t n_products,
                                  const rocq_tensor *x, bool low, rocq_k_matvec_args *args) {
     const int64_t n = x->ne[1], k = x->ne[0];
@@ -21211,20 +21214,20 @@ static rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq__s
     return best;
 }
 
-// The same estimate for the kernels named _lds, with constants fitted to an H200. For each tile, in
-// nanoseconds: `work`, what a step of a block adds to the time of its unit; `step`, the least that
-// a step takes, however few blocks there are; `ends`, what a block takes outside of its loop.
-// Operands that are not in L2 arrive no faster than the bytes of all copies in flight divided by
-// memory's latency (1.9 us). Over 38 shapes of 31 to 50257 rows and columns, the tile
-// that this estimate chooses took 2% longer than the fastest one on average, and 16% at most; where
-// w is decoded, 1.3% and 14% over 43 shapes, with K in at most 8 splits. The constants of the last
-// tile of the forward product were not timed but fitted: the estimates of the other tiles are too
-// short for 14 shapes that were measured, for which the choice so takes 4.5% longer than the best.
+// The kernels named _lds have an estimate of their own, with constants for each tile that are
+// fitted to an H200. In nanoseconds: `work`, what a step of a block adds to the time of its unit;
+// `step`, the least that a step takes, however few blocks there are; `ends`, what a block takes
+// outside of its loop. Operands that are not in L2 arrive no faster than the bytes of all copies in
+// flight divided by memory's latency (1.9 us). Over 38 shapes of 31 to 50257 rows and columns, the
+// tile that this estimate chooses took 2% longer than the fastest one on average, and 16% at most;
+// where w is decoded, 1.3% and 14% over 43 shapes, with K in at most 8 splits. The constants of the
+// last tile of the forward product were not timed but fitted: the estimates of the other tiles are
+// too short for 14 shapes that were measured, so that the choice takes 4.5% longer than the best.
 typedef struct rocq__lds_pace { double work, step, ends; } rocq__lds_pace;
 static const rocq__lds_pace rocq__lds_paces[ROCQ__LDS_HALVES_TILES] = {
     {780.0, 416.0, 4530.0}, {623.0, 383.0, 3680.0}, {272.0, 280.0, 2470.0},
     {286.0, 239.0, 2200.0}, {194.0, 224.0, 1940.0}, {430.0, 380.0, 3000.0}};
-// The same for products of weights of 16 bits, fitted to an H100.
+// Those for products of weights of 16 bits, fitted to an H100.
 static const rocq__lds_pace rocq__lds_forward_paces[ROCQ__LDS_FORWARD_TILES] = {
     {895.0, 895.0, 600.0}, {745.0, 745.0, 600.0}, {387.0, 490.0, 600.0},
     {318.0, 318.0, 1000.0}, {253.0, 432.0, 600.0}, {515.0, 515.0, 650.0},
@@ -21351,11 +21354,11 @@ static bool rocq__takes_lds(const rocq__chip *chip, const rocq__site *s) {
            (s->m + ROCQ_K_MATMUL_M - 1) / ROCQ_K_MATMUL_M <= chip->n_units / 2;
 }
 
-// Whether w, of a format that is only read, should first be decoded to F16 in scratch memory, of
-// which that may take chip->halves_bytes. If so, *tile and *n_splits become those of F16. ns is
-// what rocq__lds_best estimates for the other way, tiles that decode w; own_ns estimates this way.
-// Both estimates are too low: on an H200 tiles that look codebooks up take 1.4 to 2.1 times ns,
-// those of NVFP4 2.1 to 2.7 times; decoding first and then multiplying takes 1.3 to 1.4 times
+// Whether w, in a format that is only read, should first be decoded to F16, for which there are up
+// to chip->halves_bytes of scratch memory. If so, *tile and *n_splits become what is best for F16.
+// ns is what rocq__lds_best estimates for the other way, tiles that decode w; own_ns estimates
+// this. Both estimates are too low: on an H200 tiles that look codebooks up take 1.4 to 2.1 times
+// ns, those of NVFP4 2.1 to 2.7 times; decoding first and then multiplying takes 1.3 to 1.4 times
 // own_ns. So ns is multiplied by about the quotient of these factors before they are compared.
 enum { ROCQ__HALVES_BYTES = 1 << 27 }; // chip->halves_bytes of all chips
 static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, const rocq__site *s,
@@ -21861,14 +21864,15 @@ enum {
 static const int32_t rocq__head_dims[] = {ROCQ_K_HEAD_DIMS(ROCQ_X, )};
 #undef ROCQ_X
 
-// How long a block takes for a row of K or V, in bytes that it could read meanwhile. A row of a
-// block format takes 1.5 times as long as one of F16, because its codes have to be unpacked.
+// The time that a block of threads needs for a row of K or V, as the number of bytes that it reads
+// in that time where reading is all it does. A row of F32, F16 or BF16 counts its size; a row of
+// codes counts 1.5 times that of F16, because they have to be unpacked.
 static double rocq__attention_row_bytes(int32_t format, int32_t head_dim) {
     const bool plain = rocq__is_plain((rocq_format)format);
     return plain ? (double)rocq__bytes((rocq_format)format, head_dim) : 3.0 * head_dim;
 }
 
-// The same for all of K and V of a KV head.
+// The sum of that over all rows of K and V of a KV head.
 static double rocq__attention_kv_bytes(const rocq__site *s) {
     return s->n * (rocq__attention_row_bytes(s->format, s->k) +
                    rocq__attention_row_bytes(s->format2, s->k));
@@ -21970,12 +21974,12 @@ static bool rocq__attention_lds_wide(const rocq__chip *chip, const rocq_attentio
 }
 
 // The threads of a block of the kernels attention_lds for heads up to 256, or 0 where others take
-// this attention. What these do not have is a mask, pages, a Q that is neither F32 nor F16, K or V
-// times H, and plain rows that are not in whole vectors or 16 MB apart. As in the rule for prefill,
-// over half of the columns of a tile must exist. On an H100 they lose where tiles are few, for they
-// are cut into fewer splits than those of attention_decode: they are not taken with fewer than a
-// fifth of the chip's units, unless K and V are short and the head is up to 128. 128 columns a
-// block win for heads of 128, from three quarters of the units on, and 64 else.
+// this attention. They support neither a mask, nor pages, nor Q in other formats than F32 and F16,
+// nor K or V times H, nor plain rows that are not whole vectors or are over 16 MB apart. As
+// in the rule for prefill, over half of the columns of a tile must exist. On an H100 they lose
+// where tiles are few, since attention_decode would have more splits: they are not taken with fewer
+// than a fifth as many blocks as units, unless K and V are short and the head is up to 128. 128
+// columns a block win for heads of 128, from three quarters of the units on, and 64 else.
 static int rocq__attention_lds(const rocq__chip *chip, const rocq_attention_params *p,
                                const rocq__site *site) {
     const rocq_tensor *const all[3] = {p->q, p->k, p->v};
@@ -22463,8 +22467,8 @@ static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
 // conv while it loads x. The launch costs the bytes of reading x and writing the result in F16. The
 // blocks spend about 13 instructions on each element that they load, and load an element several
 // times: patches overlap (one with a halo has 1.4 times the positions of its tile), and each tile
-// of output channels has its own. And conv_lds_128 takes only what is so made, which is worth the
-// copy from 256 channels of y on. The copy may be as large as the largest value of a picture, so
+// of output channels has its own. Besides, conv_lds_128 reads only such a copy, and is worth it
+// from 256 channels of y on. The copy may be as large as the largest value of a picture, so
 // for 65 to 255 channels it is made only where the program says that there is memory for it
 // (most_scratch), and where neither kernel splits K: so that choice changes no order of sums.
 static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
@@ -22490,7 +22494,7 @@ static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
     return (double)rocq__bytes(p->x->format, 1) + 2.0 < faster * loading * chip->bytes_per_us;
 }
 
-// x after the pass, F16 without gaps; args are then those of a conv of that.
+// Launches the pass over x, which gives F16 without gaps, and sets args to a conv of its result.
 static void rocq__job_conv_input(rocq__job *job, const rocq_conv_params *p,
                                  rocq_k_conv_args *args) {
     const rocq_tensor z = rocq__job_tensor(job, ROCQ_F16, ROCQ_LAYOUT_GGUF, p->x->ne, p->x->ne[0]);
@@ -23107,8 +23111,9 @@ static bool rocq__backward_lds(const rocq_ctx *ctx, const rocq_tensor *b, rocq_f
     return rocq__chip_of(ctx)->lds_tiles && operands == ROCQ_F16 && rocq__is_plain(b->format);
 }
 
-// x as the kernels read it, 16 bytes at a time, or a copy of it. If a row does not end at such a
-// multiple, it is copied to one that does, unless they read nothing past its end (exact).
+// x itself if the kernels can read it as it is, else a copy. They read 16 bytes at a time, so in
+// the copy each row is padded to a multiple of 8 elements. exact: the kernels read nothing past the
+// end of a row, so x needs no such padding.
 static rocq_tensor rocq__backward_operand(rocq__job *job, const rocq_tensor *x, rocq_format to,
                                           bool exact) {
     rocq_tensor whole = *x;
@@ -23224,7 +23229,7 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
         steps[i] = part->n_r / n_splits[i];
         if (n_splits[i] == 1) continue;
         const int64_t ne[4] = {part->n_k, n_splits[i], part->n_rows, 1};
-        const int64_t db_ne[4] = {part->n_rows, n_splits[i], 1, 1}; // behind them, for those of db
+        const int64_t db_ne[4] = {part->n_rows, n_splits[i], 1, 1}; // behind them, sums for db
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
         rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, db_ne, db_ne[0]);
         part->work = (float *)rocq__device_data(&work);
@@ -24724,14 +24729,14 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
     } else if (op == ROCQ_OP_ATTENTION) {
         const rocq_attention_params *p = (const rocq_attention_params *)params;
         if (t == p->k || t == p->v) return positions * (double)(t->ne[0] * t->ne[1]);
-    } else if (op == ROCQ_OP_EXPERTS) { // of weights those of the experts that may be chosen
+    } else if (op == ROCQ_OP_EXPERTS) { // weights only of experts that may be chosen
         const rocq_experts_params *p = (const rocq_experts_params *)params;
         const double chosen = ROCQ__MIN(rocq__elems(p->ids) / (double)p->w->ne[2], 1.0);
         if (t == p->w || t == p->w2 || t == p->bias || t == p->bias2) {
             return chosen * rocq__elems(t);
         }
         if (t == p->w_kept || t == p->w2_kept) return 0.0; // in place of as much of w and w2
-    } else if (op == ROCQ_OP_SHORTCONV) { // of the state what is read, and what is written
+    } else if (op == ROCQ_OP_SHORTCONV) { // columns of the state that are read, or written
         const rocq_shortconv_params *p = (const rocq_shortconv_params *)params;
         if (t == p->state) {
             const int64_t columns = p->w->ne[0] - 1 + ROCQ__MIN(p->y->ne[1], t->ne[1]);
@@ -24761,12 +24766,12 @@ static double rocq__bytes_moved(rocq_op op, const void *params, const rocq_tenso
     return rocq__elems_moved(op, params, t, positions) * (double)bytes / (double)elems;
 }
 
-// Sets the flops of an op, and those of them that are on the matrix unit (cost->matrix). Flops are
-// two for each weight and column of a product, as often as it has gradients in the backward;
-// four for each element of q and position it meets in attention, ten in its backward; seven for
-// each token and element of a delta net's state; else one for each element of the output, or of the
-// input where the output is an index. positions: those of K and V that attention reads. Returns
-// false where only the GPU knows the lengths.
+// Sets the flops of an op, and how many of them the matrix unit does (cost->matrix). Flops are two
+// for each weight and column of a product, as often as it has gradients in the backward; four for
+// each element of q and position it meets in attention, ten in its backward; seven for each token
+// and element of a delta net's state; else one for each element of the first operand that is
+// COUNTED, or of the output if none is. positions: of K and V, that attention reads. Returns false
+// where only the GPU knows the lengths.
 static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *params,
                               rocq__cost *cost, double *positions) {
     double scores;
@@ -24821,7 +24826,7 @@ static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *param
     } else if (op == ROCQ_OP_DELTA_NET) {
         const rocq_delta_net_params *p = (const rocq_delta_net_params *)params;
         cost->flops = 7.0 * rocq__elems(p->v) * (double)p->k->ne[0];
-    } else { // elements of the first operand that is COUNTED and given, or else of the first one
+    } else {
         const int32_t first = rocq__operands_begin(op, &end);
         int32_t i = first;
         while (i < end && !((rocq__operands[i].accept & ROCQ__COUNTED) &&
@@ -25399,8 +25404,8 @@ static bool rocq__low_takes(const rocq_tensor *w) {
 }
 
 // The product of an adapter's A and x into products of that x whose adapters read it, for one
-// column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch. Of the
-// epilogue's parts A's product may have a gate in F32 and no other. Blocks load gate, residual and
+// column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch. The
+// epilogue of A's product may have a gate in F32 and nothing else. Blocks load gate, residual and
 // bias before they wait for that product, and one that waits in vain computes it again: so none of
 // the three may overlap its y, nor may its own gate.
 static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
@@ -25850,7 +25855,7 @@ static rocq_result rocq__graph_submit(rocq_ctx *ctx, rocq_graph *graph, const ro
     return ROCQ_OK;
 }
 
-// The same, as a region of the profile if that is on.
+// Runs or submits those ops, as a region of the profile if that is on.
 static rocq_result rocq__graph_replay(rocq_ctx *ctx, rocq_graph *graph, const rocq__node *first,
                                       const rocq__node *end) {
 #if ROCQ__HAS_PROFILE
@@ -26012,11 +26017,12 @@ static void rocq__graph_delete(rocq_ctx *ctx, rocq_graph *graph) {
 // ---------------------------------------------------------------------------------------------
 // A pool takes slabs from its context, cuts each into blocks of one size class, and keeps the free
 // blocks of a class in a list; a large block is a slab of its own. Blocks have descriptors in host
-// memory (pool->blocks), because the host cannot write into device memory; those of a slab that is
-// given back serve another. The ticket of a buffer is the index of its block's descriptor and, in
-// the high half, the block's generation, which alloc and free each increment: it is odd while the
-// block is handed out. So free finds the block without a search, and refuses a copy of a buffer
-// that has been freed, until after 2^31 uses of the block the generation comes round.
+// memory (pool->blocks), because the host cannot write into device memory; the descriptors of a
+// slab that is given back are used again. The ticket of a buffer is the index of its block's
+// descriptor and, in the high half, the block's generation, which alloc and free each increment: it
+// is odd while the block is handed out. So free finds the block without a search, and refuses a
+// copy of a buffer that has been freed, until after 2^31 uses of the block the generation comes
+// round.
 
 enum {
     ROCQ__SLAB_FIRST = 65536, // bytes of a class's first slab
@@ -26929,8 +26935,8 @@ static rocq_result rocq__kv_check(const rocq_kv *kv, const char *call, int32_t s
                       (int)kv->desc.n_seqs);
 }
 
-// The same for calls that may run ops. They can be cancelled here, but not between their ops: a
-// move that stops halfway would leave neither the old sequence nor the new one.
+// rocq__kv_check for calls that may run ops. They can be cancelled here, but not between their ops:
+// a move that stops halfway would leave neither the old sequence nor the new one.
 static rocq_result rocq__kv_begin(const rocq_kv *kv, const char *call, int32_t seq) {
     ROCQ__TRY(rocq__kv_check(kv, call, seq));
     ROCQ__TRY(rocq__not_recording(kv->ctx, call));
@@ -28383,8 +28389,8 @@ static void rocq__conv_reorder(float *to, const float *from, int64_t n, int64_t 
     for (int64_t i = 0; i < n; i++) to[i % taps * (n / taps) + i / taps] = from[i];
 }
 
-// The same for kernel (x, y) of folded weights, x and y as in rocq__conv_phase: of 3 x 3 taps those
-// that read the same position are added up.
+// Reorders a row for kernel (x, y) of folded weights, x and y as in rocq__conv_phase: those of the
+// 3 x 3 taps that read the same position are added up.
 static void rocq__conv_fold(float *to, const float *from, int64_t n, int64_t taps, int64_t x,
                             int64_t y) {
     const int64_t c = n / taps;
@@ -28813,11 +28819,10 @@ struct rocq__profile {
     rocq__inside inside[ROCQ__DEPTH];
     int64_t dropped, dropped_gpu, dropped_spans;
 
-    // Sampling. Inside a region that decides for all that is inside it, root is its depth + 1, else
-    // 0. weight: that of the events that begin now, or 0 while such a region is skipped.
+    // Sampling.
     bool limited;     // calls may be skipped, as desc.cost is less than 1
-    int32_t root;
-    int64_t weight;
+    int32_t root;     // depth + 1 of the region that is measured or skipped as a whole, 0: none
+    int64_t weight;   // of the events that begin now, 0 while the region at root is skipped
     double full_ns;   // what measuring every call would have cost since since_ns
     int64_t since_ns;
     double marks_ns;  // what a pair of marks costs
@@ -29000,7 +29005,7 @@ static rocq_result rocq__log_fold(rocq_ctx *ctx, rocq__profile *p, uint32_t n, c
     return result;
 }
 
-// Folds the whole log. With a lost GPU the results are those that came in time.
+// Folds the whole log. If the GPU is lost, the results are what had come before.
 static rocq_result rocq__log_finish(rocq_ctx *ctx, const char *call) {
     const rocq_result result = rocq__log_fold(ctx, ctx->profile, ctx->profile->n_log, call);
     return result == ROCQ_E_LOST ? ROCQ_OK : result;
@@ -29770,7 +29775,7 @@ enum {
     ROCQ__TUNE_ROW_NS = 500000,         // time of a row, unless it has that many ops or is a single
                                         // longer one: enough to hide what its launch costs
     ROCQ__TUNE_TRIAL = 3,               // samples of a trial, and of the default in turn with it
-    ROCQ__TUNE_PROOF = 15               // the same for what is to replace the default
+    ROCQ__TUNE_PROOF = 15               // samples of what is to replace the default, and of that
 };
 
 // -- the list --
@@ -30026,7 +30031,7 @@ static rocq_result rocq__survey_op(rocq_ctx *ctx, const rocq__op *op, const void
     return result;
 }
 
-// A site of an op. Of an op with n sites each has the weight 1 / n.
+// A site of an op. Each site of an op with n of them has the weight 1 / n.
 typedef struct rocq__tune_site {
     rocq__site site, own;
     const rocq__op *op;
@@ -30205,7 +30210,7 @@ static rocq__tuning_header rocq__tuning_header_of(const rocq_ctx *ctx, int32_t n
     return h;
 }
 
-// Of a header whose checksum is 0, and the list behind it.
+// The checksum of a header, in which that field is 0, and the list behind it.
 static uint64_t rocq__tuning_checksum(const rocq__tuning_header *h, const void *list) {
     const uint64_t sum = rocq__checksum(0, h, (int64_t)sizeof *h);
     return rocq__checksum(sum, list, h->n_results * (int64_t)sizeof(rocq__tuned));
@@ -30548,10 +30553,10 @@ static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
 // over A comes first, so that stale data in the second replay differs from B. Before each run,
 // outputs are filled with a byte, so that an output that is never written shows. What the runs
 // overwrite is put aside (copied) first and restored in the end; one launch copies, fills or
-// compares all of it. So inputs must be such that no op writes anywhere else. Of a state
-// (rocq_shortconv, rocq_delta_net) all is put aside. Of caches, the cell of rocq_rope_append says
-// which rows are written. Its values are i or i + 1 for token i, so the first cells of a cache
-// suffice; where ops of the graph compute the cells, all cells are put aside. Kernels catch any
+// compares all of it. So inputs must be such that no op writes anywhere else. A state
+// (rocq_shortconv, rocq_delta_net) is put aside as a whole. In a cache, the cell of
+// rocq_rope_append says which rows are written. Its values are i or i + 1 for token i, so the first
+// cells suffice; where ops of the graph compute the cells, all are put aside. Kernels catch any
 // other index that is out of range.
 
 typedef struct rocq__feed { // an input of the graph, and the values that it is given
@@ -30678,8 +30683,8 @@ static rocq_tensor rocq__replay_rows(const rocq__replay *r, const rocq_tensor *c
     return rows;
 }
 
-// Of caches: one row more than the most tokens of an append, but all if an op of the graph computes
-// the cells, since the feeds do not decide them then.
+// Sets how many rows of a cache are put aside: one more than the most tokens that one append
+// writes, or all if an op of the graph computes the cells, so that the feeds do not decide them.
 static void rocq__replay_cells(rocq__replay *r) {
     const rocq_tensor *known = NULL;
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
