@@ -20495,7 +20495,7 @@ static const rocq__chip *rocq__chip_of(const rocq_ctx *ctx) {
 // Bytes a microsecond of PCIe 4.0 with 16 lanes. No runtime tells the rate of a GPU's bus.
 enum { ROCQ__BUS_BYTES_PER_US = 32000 };
 
-// How many bytes the device's own memory delivers in the time that these take through the bus.
+// How many bytes the device's own memory delivers while `bytes` come through the bus.
 static double rocq__bus_bytes(const rocq_ctx *ctx, double bytes) {
     const double bus = ROCQ__BUS_BYTES_PER_US;
     return bytes * ROCQ__MAX(rocq__chip_of(ctx)->bytes_per_us / bus, 1.0);
@@ -21382,7 +21382,7 @@ static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, con
     return true;
 }
 
-// w decoded to F16 in scratch memory. The bytes that the product reads are then those.
+// Decodes w to F16 in scratch memory; the cost of the product is then that of reading the F16.
 static rocq_tensor rocq__product_halves(rocq__job *job, const rocq_tensor *w) {
     const rocq_tensor halves = rocq__job_tensor(job, ROCQ_F16, ROCQ_LAYOUT_GGUF, w->ne, w->ne[0]);
     const double count = (double)rocq_tensor_count(w);
@@ -21938,7 +21938,7 @@ static rocq__site rocq__attention_site(const rocq_attention_params *p) {
     return site;
 }
 
-// Whether a launch with such tiles is of attention_decode.
+// Whether a launch with tiles of so many columns is one of attention_decode.
 static bool rocq__attention_decodes(const rocq__site *site, int32_t tile) {
     return tile < ROCQ_K_PREFILL_COLUMNS(site->k);
 }
@@ -21975,11 +21975,11 @@ static bool rocq__attention_lds_wide(const rocq__chip *chip, const rocq_attentio
 
 // The threads of a block of the kernels attention_lds for heads up to 256, or 0 where others take
 // this attention. They support neither a mask, nor pages, nor Q in other formats than F32 and F16,
-// nor K or V times H, nor plain rows that are not whole vectors or are over 16 MB apart. As
-// in the rule for prefill, over half of the columns of a tile must exist. On an H100 they lose
-// where tiles are few, since attention_decode would have more splits: they are not taken with fewer
-// than a fifth as many blocks as units, unless K and V are short and the head is up to 128. 128
-// columns a block win for heads of 128, from three quarters of the units on, and 64 else.
+// nor K or V times H, nor plain rows that are not whole vectors or are over 16 MB apart. As in the
+// rule for prefill, over half of the columns of a tile must exist. On an H100 they lose where tiles
+// are few, since attention_decode would have more splits: they are not taken with fewer than a
+// fifth as many blocks as units, unless K and V are short and the head is up to 128. 128 columns a
+// block win for heads of 128, from three quarters of the units on, and 64 else.
 static int rocq__attention_lds(const rocq__chip *chip, const rocq_attention_params *p,
                                const rocq__site *site) {
     const rocq_tensor *const all[3] = {p->q, p->k, p->v};
@@ -22468,8 +22468,8 @@ static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
 // blocks spend about 13 instructions on each element that they load, and load an element several
 // times: patches overlap (one with a halo has 1.4 times the positions of its tile), and each tile
 // of output channels has its own. Besides, conv_lds_128 reads only such a copy, and is worth it
-// from 256 channels of y on. The copy may be as large as the largest value of a picture, so
-// for 65 to 255 channels it is made only where the program says that there is memory for it
+// from 256 channels of y on. The copy may be as large as the largest value of a picture, so for 65
+// to 255 channels it is made only where the program says that there is memory for it
 // (most_scratch), and where neither kernel splits K: so that choice changes no order of sums.
 static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
                             const rocq_k_conv_args *args, int64_t used) {
@@ -22516,8 +22516,8 @@ typedef struct rocq__conv_launch {
 } rocq__conv_launch;
 
 // The blocks of conv_lds_64 or conv_lds_16 begin before the launch ahead of theirs has ended, and
-// may copy w at once if that launch does not write it. It is known not to if it is such a kernel
-// with another y. Where a graph begins, or behind a copy, all launches ahead have ended.
+// may copy w at once if that launch does not write it. It cannot if it is such a kernel with a y
+// apart from w. Where a graph begins, or behind a copy, all launches ahead have ended.
 static void rocq__conv_launch_ahead(rocq__job *job, const rocq__conv_launch *launch,
                                     rocq_k_conv_args *args) {
     rocq__gpu *gpu = job->ctx->gpu;
@@ -23125,7 +23125,7 @@ static rocq_tensor rocq__backward_operand(rocq__job *job, const rocq_tensor *x, 
     return t;
 }
 
-// The part of a launch that is dx, or dw, but for its tiles, and the site that they are chosen by.
+// The args of dx, or of dw, in a launch, without its tiles, and the site by which those are chosen.
 // dy has the format that the kernels read.
 static rocq_k_backward_part rocq__backward_part(rocq__job *job,
                                                 const rocq_matmul_backward_params *p, bool of_dw,
