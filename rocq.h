@@ -14020,9 +14020,9 @@ typedef struct rocq__attend_next {
 
 // What a kernel of few query rows works on.
 typedef struct rocq__attend_few {
-    float *row[4];     // [n]: for dots of q; for values acc
-    float *score[4];   // [n_keys]: what dots writes; for values the weights
-    float keep[4];     // for values, the factors that acc gets
+    float *row[4];     // [n]: of q for dots, of acc for values
+    float *score[4];   // [n_keys]: the result of dots; for values the weights
+    float keep[4];     // for values: the factor that each acc gets first
     const void **line; // [n_keys]: rows of K for dots, of V for values
     int64_t n_keys, n;
     rocq__attend_next *next; // n_keys rows, or NULL
@@ -14677,7 +14677,6 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_keys *ti
     const bool by_kernels = a->as_is && tile->all_visible;
     const void *line[ROCQ__ATTEND_KEYS];
     rocq__attend_next next;
-    rocq__attend_few few;
     int64_t keys[ROCQ__ATTEND_KEYS], n_keys = tile->end - tile->begin;
     rocq__attend_lines(a, &k, seq, tile->begin, n_keys, last, line);
     rocq__attend_lines(a, &v, seq, tile->begin, n_keys, last, next.row);
@@ -14694,10 +14693,7 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_keys *ti
         rocq__attend_prefetch(&v, next.row[j]);
         line[j] = rocq__attend_line(a, &k, line[j], local->tile + j * pitch);
     }
-    few.line = line;
-    few.n_keys = n_keys;
-    few.n = pitch;
-    few.next = by_kernels ? &next : NULL;
+    rocq__attend_few few = {{NULL}, {NULL}, {0.0f}, line, n_keys, pitch, by_kernels ? &next : NULL};
     rocq__attend_scores(a, n, few, local);
 
     memcpy(line, next.row, (size_t)n_keys * sizeof *line);
