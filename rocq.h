@@ -14291,23 +14291,24 @@ ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows,
 }
 
 // Elements i to i + 16 n_vectors - 1 of each acc, which are in registers meanwhile; bytes [fetched,
-// fetch_end) of the next rows are prefetched.
+// fetch_end) of the next rows are prefetched. few is a copy, so that gcc 12 keeps its fields in
+// registers too.
 ROCQ__WIDE void rocq__values_at(const rocq_format format, const int rows, const int n_vectors,
-                                const rocq__attend_few *few, int64_t i, int64_t fetched,
+                                rocq__attend_few few, int64_t i, int64_t fetched,
                                 int64_t fetch_end) {
     __m512 a[4][4];
     ROCQ__UNROLL
     for (int r = 0; r < rows; r++) {
         ROCQ__UNROLL
         for (int l = 0; l < n_vectors; l++) {
-            const __m512 old = _mm512_loadu_ps(few->row[r] + i + 16 * l);
-            a[r][l] = _mm512_mul_ps(_mm512_set1_ps(few->keep[r]), old);
+            const __m512 old = _mm512_loadu_ps(few.row[r] + i + 16 * l);
+            a[r][l] = _mm512_mul_ps(_mm512_set1_ps(few.keep[r]), old);
         }
     }
-    for (int64_t j = 0; j < few->n_keys; j++) {
-        const void *row = few->line[j];
+    for (int64_t j = 0; j < few.n_keys; j++) {
+        const void *row = few.line[j];
         __m512 value[4];
-        if (fetched < fetch_end) rocq__fetch(few->next, j, fetched, fetch_end);
+        if (fetched < fetch_end) rocq__fetch(few.next, j, fetched, fetch_end);
         ROCQ__UNROLL
         for (int l = 0; l < n_vectors; l++) {
             const int64_t at = i + 16 * l;
@@ -14316,7 +14317,7 @@ ROCQ__WIDE void rocq__values_at(const rocq_format format, const int rows, const 
         }
         ROCQ__UNROLL
         for (int r = 0; r < rows; r++) {
-            const __m512 w = _mm512_set1_ps(few->score[r][j]);
+            const __m512 w = _mm512_set1_ps(few.score[r][j]);
             ROCQ__UNROLL
             for (int l = 0; l < n_vectors; l++) a[r][l] = _mm512_fmadd_ps(w, value[l], a[r][l]);
         }
@@ -14324,7 +14325,7 @@ ROCQ__WIDE void rocq__values_at(const rocq_format format, const int rows, const 
     ROCQ__UNROLL
     for (int r = 0; r < rows; r++) {
         ROCQ__UNROLL
-        for (int l = 0; l < n_vectors; l++) _mm512_storeu_ps(few->row[r] + i + 16 * l, a[r][l]);
+        for (int l = 0; l < n_vectors; l++) _mm512_storeu_ps(few.row[r] + i + 16 * l, a[r][l]);
     }
 }
 
@@ -14334,9 +14335,9 @@ ROCQ__WIDE void rocq__values_wide(const rocq_format format, const int rows,
     int64_t i = 0, fetched = 0, end;
     for (; i + 64 <= n; i += 64, fetched = end) {
         end = bytes * (i + 64) / n / 64 * 64;
-        rocq__values_at(format, rows, 4, few, i, fetched, end);
+        rocq__values_at(format, rows, 4, *few, i, fetched, end);
     }
-    if (i < n) rocq__values_at(format, rows, 2, few, i, fetched, bytes);
+    if (i < n) rocq__values_at(format, rows, 2, *few, i, fetched, bytes);
 }
 #undef ROCQ__WIDE
 #endif
