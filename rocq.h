@@ -25311,8 +25311,8 @@ static rocq_result rocq__run_op(rocq_ctx *ctx, const rocq__op *op, const void *p
 
 // -- graphs --
 
-// Fails for a call that can be neither recorded nor planned (a copy, a sync, another graph) while
-// ops are: it would run at once, but the ops around it at a later replay, or never.
+// Fails for a call that can be neither recorded nor planned (a copy, a sync, another graph), while
+// ops are recorded or planned: it would run at once, but the ops around it only at a replay.
 static rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
     if (!ctx->recording && !ctx->plan_bytes) return ROCQ_OK;
     return rocq__fail(
@@ -25400,11 +25400,11 @@ static bool rocq__low_takes(const rocq_tensor *w) {
     return false;
 }
 
-// The product of an adapter's A and x into products of that x whose adapters read it, for one
-// column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch. The
+// Joins the product of an adapter's A and x with the products of that x whose adapters read it, for
+// one column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch. The
 // epilogue of A's product may have a gate in F32 and nothing else. Blocks load gate, residual and
-// bias before they wait for that product, and one that waits in vain computes it again: so none of
-// the three may overlap its y, nor may its own gate.
+// bias before they wait for that product, and one that waits in vain computes it again: so neither
+// the three nor its own gate may overlap its y.
 static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
     const rocq__node *next = node->next;
     if (!next || next->op->id != ROCQ_OP_MATMUL) return false;
