@@ -1413,7 +1413,7 @@ typedef struct rocq_experts_params {
 // of a token: b in row d, c in row D + d, x in row 2 D + d. With u[d, p] = b x of the token at
 // position p, and 0 for p < 0,
 //   y[d, t] = c activation(sum over j < L of w[j, d] u[d, p - L + 1 + j]), where p = pos + t.
-// Of D rows bcx is x alone, and b = c = 1: with SILU the convolution in front of a delta net.
+// If bcx has D rows, it is x alone, and b = c = 1: with SILU the convolution before a delta net.
 // state keeps u from call to call, that of position p in column p mod S: a call reads the L - 1
 // positions before pos, then writes its own n, or the newest S of them. Since u of p < 0 is never
 // read, nothing need be cleared before a text; and where S >= n + L - 1, a call does not overwrite
@@ -1872,7 +1872,7 @@ ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *slice, int
 ROCQ_DEF rocq_result rocq_arena_tensor(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
                                        int32_t n_dims, const int64_t *ne);
 
-// The same with plain sizes: [ne0], [ne0, ne1] or [ne0, ne1, ne2].
+// A tensor cut from the arena with plain sizes: [ne0], [ne0, ne1] or [ne0, ne1, ne2].
 ROCQ_DEF rocq_result rocq_tensor_1d(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
                                     int64_t ne0);
 ROCQ_DEF rocq_result rocq_tensor_2d(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
@@ -1933,8 +1933,8 @@ ROCQ_DEF rocq_result rocq_tensor_init(rocq_tensor *tensor, const rocq_buffer *bu
                                       int64_t offset, rocq_format format, int32_t n_dims,
                                       const int64_t *ne);
 
-// The same over host memory that holds at least the tensor's size and is aligned as the format's
-// numbers are, to 4 bytes for F32 and 2 for most others (E_ALIGNMENT).
+// A contiguous tensor over host memory that holds at least the tensor's size and is aligned as the
+// format's numbers are, to 4 bytes for F32 and 2 for most others (E_ALIGNMENT).
 ROCQ_DEF rocq_result rocq_tensor_from_host(rocq_tensor *tensor, void *data, rocq_format format,
                                            int32_t n_dims, const int64_t *ne);
 
@@ -1951,7 +1951,7 @@ ROCQ_DEF rocq_tensor rocq_tensor_slice(const rocq_tensor *src, int32_t dim, int6
                                        int64_t n);
 ROCQ_DEF rocq_tensor rocq_tensor_heads(const rocq_tensor *src, int64_t head_dim);
 
-// The same elements in other dimensions; src must be contiguous.
+// A view of all elements of src in other dimensions; src must be contiguous.
 ROCQ_DEF rocq_result rocq_tensor_reshape(rocq_tensor *view, const rocq_tensor *src, int32_t n_dims,
                                          const int64_t *ne);
 
@@ -1977,7 +1977,7 @@ ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const vo
                                  int64_t size);
 ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size);
 
-// The same for n tensors, with one wait for all of them. Nothing is copied if one is refused.
+// Downloads n tensors with one wait for all of them. Nothing is copied if one is refused.
 typedef struct rocq_transfer {
     void *dst;
     const rocq_tensor *src;
@@ -2297,8 +2297,8 @@ ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes);
 
 // On failure *kv is NULL. Destroy it before its context is closed. All memory is taken here: the
 // buffer, some bytes on the host for each page and sequence, and the context's scratch that shift
-// needs. Of the calls below, those that may run ops (append, shift, fork, save, restore) are
-// E_STATE while a graph is recorded, and E_CANCELLED only before they have begun.
+// needs. Calls below that may run ops (append, shift, fork, save, restore) are E_STATE while a
+// graph is recorded, and E_CANCELLED only before they have begun.
 ROCQ_DEF rocq_result rocq_kv_create(rocq_ctx *ctx, rocq_kv **kv, const rocq_kv_desc *desc);
 ROCQ_DEF void rocq_kv_destroy(rocq_kv **kv); // twice, or on NULL, is harmless
 
@@ -3589,7 +3589,7 @@ enum {
 #define ROCQ_K_LDS_FORWARD_TILES(X, a)                                       \
     ROCQ_K_LDS_TILES(X, a) X(a, 128_wide, 128, 128, 6, 4, 1)                 \
     X(a, 192_tall, 192, 256, 4, 2, 1) X(a, 224_tall, 224, 256, 3, 2, 1)
-// The same for weights that are decoded into LDS: X(a, b, columns, rows, steps, ahead, blocks).
+// Tiles for weights that are decoded into LDS: X(a, b, columns, rows, steps, ahead, blocks).
 #define ROCQ_K_LDS_DECODED_TILES(X, a, b) \
     X(a, b, 256, 128, 4, 2, 1) X(a, b, 128, 128, 3, 1, 2) X(a, b, 128, 64, 4, 2, 2)
 #define ROCQ_K_LDS_THREADS(rows) ((rows) > 128 ? (rows) : 2 * (rows))
@@ -4569,7 +4569,7 @@ static inline bool rocq__on_gpu(const rocq_ctx *ctx) {
     return ROCQ__HAS_HIP && ctx->gpu != NULL;
 }
 
-// Of a GPU context, see >>hip_memory.
+// Only for a GPU context; defined at >>hip_memory.
 static rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t size,
                                       rocq_memory memory, rocq__block **out);
 static void rocq__device_free(rocq_ctx *ctx, rocq__block *block);
@@ -9254,7 +9254,7 @@ static rocq__choice rocq__columns_choice(const rocq_ctx *ctx, rocq_backend backe
     return choice;
 }
 
-// The same for the product of x with w, which is p->w or p->w2.
+// The precision of the product of x with w, which is p->w or p->w2, and the reason.
 static rocq__choice rocq__product_choice(const rocq_ctx *ctx, rocq_backend backend,
                                          const rocq_matmul_params *p, const rocq_tensor *w) {
     return rocq__columns_choice(ctx, backend, p->precision, w->format, p->x->ne[1], w->ne[1]);
@@ -13782,8 +13782,8 @@ static const float *rocq__load(bool simd, rocq_format format, const unsigned cha
     return buf;
 }
 
-// The same of a row of t, which may be interleaved; then the elements are whole blocks and
-// ROCQ__STRIP at most.
+// Elements [first, first + n) of a row of t as floats. t may be interleaved; then they are whole
+// blocks and ROCQ__STRIP at most.
 static const float *rocq__load_weights(bool simd, const rocq_tensor *t, int64_t row, int64_t first,
                                        int64_t n, float *buf) {
     if (t->layout != ROCQ_LAYOUT_INTERLEAVED) {
@@ -13984,7 +13984,7 @@ ROCQ__V8 void rocq__v8_hadamard(rocq__v8 *v) {
     }
 }
 
-// The same for a size of 64 or 128; the last round of 128 is between the halves of a block.
+// v = v H for a size of 64 or 128; the last round of 128 is between the halves of a block.
 static ROCQ__SIMD void rocq__hadamard_simd(float *v, int64_t size, int64_t n) {
     const rocq__v8 factor = rocq__v8_set1(1.0f / sqrtf((float)size));
     for (int64_t i = 0; i < n; i += 64) {
@@ -14051,11 +14051,17 @@ typedef struct rocq__attend_next {
     int64_t bytes; // of each
 } rocq__attend_next;
 
-typedef void (*rocq__attend_dots)(const float *const *q, const void *const *k, int64_t n_keys,
-                                  int64_t n, float *const *score, const rocq__attend_next *next);
-typedef void (*rocq__attend_values)(float *const *acc, const float *keep, const void *const *v,
-                                    const float *const *weight, int64_t n_keys, int64_t n,
-                                    const rocq__attend_next *next);
+// What a kernel of few query rows works on.
+typedef struct rocq__attend_few {
+    float *row[4];     // [n]: of q for dots, of acc for values
+    float *score[4];   // [n_keys]: the result of dots; for values the weights
+    float keep[4];     // for values: the factor that each acc gets first
+    const void **line; // [n_keys]: rows of K for dots, of V for values
+    int64_t n_keys, n;
+    rocq__attend_next *next; // n_keys rows, or NULL
+} rocq__attend_few;
+
+typedef void (*rocq__attend_kernel)(const rocq__attend_few *few);
 
 typedef struct rocq__attend {
     const rocq_attention_params *p;
@@ -14080,8 +14086,7 @@ typedef struct rocq__attend {
     bool wide;         // in vectors of 64 bytes
     bool side_by_side; // at each position the heads of k
     int64_t rows;      // of few rows, how many these two take at once:
-    rocq__attend_dots dots;
-    rocq__attend_values values;
+    rocq__attend_kernel dots, values;
     float *scratch;    // [local, threads]
     float *partials;   // [partial, n_rows, n_splits, n_kv_heads, n_seqs]
 } rocq__attend;
@@ -14098,69 +14103,67 @@ typedef struct rocq__attend_keys {
     bool all_visible; // every row sees all of them
 } rocq__attend_keys;
 
-// score[0][j] = q[0] . k[j] for one row; n is a multiple of 32, n_keys of 8.
-static void rocq__dots_scalar(const float *const *q, const void *const *k, int64_t n_keys,
-                              int64_t n, float *const *score, const rocq__attend_next *next) {
-    (void)next;
-    for (int64_t j = 0; j < n_keys; j++) {
-        const float *key = (const float *)k[j];
-        float sum[8] = {0};
-        for (int64_t i = 0; i < n; i += 8) {
-            for (int l = 0; l < 8; l++) sum[l] += q[0][i + l] * key[i + l];
-        }
-        score[0][j] = rocq__sum8(sum);
+// x . y; n is a multiple of 8.
+static float rocq__attend_dot(const float *x, const float *y, int64_t n) {
+    float sum[8] = {0};
+    for (int64_t i = 0; i < n; i += 8) {
+        for (int l = 0; l < 8; l++) sum[l] += x[i + l] * y[i + l];
+    }
+    return rocq__sum8(sum);
+}
+
+// score[0][j] = row[0] . line[j] for one row; n is a multiple of 32, n_keys of 8.
+static void rocq__dots_scalar(const rocq__attend_few *few) {
+    for (int64_t j = 0; j < few->n_keys; j++) {
+        few->score[0][j] = rocq__attend_dot(few->row[0], (const float *)few->line[j], few->n);
     }
 }
 
-// acc[0] = keep[0] acc[0] + sum over j of weight[0][j] v[j] for one row; n is a multiple of 32.
-static void rocq__values_scalar(float *const *acc, const float *keep, const void *const *v,
-                                const float *const *weight, int64_t n_keys, int64_t n,
-                                const rocq__attend_next *next) {
-    (void)next;
-    for (int64_t i = 0; i < n; i += 8) {
-        float a[8];
-        for (int l = 0; l < 8; l++) a[l] = acc[0][i + l] * keep[0];
-        for (int64_t j = 0; j < n_keys; j++) {
-            const float *value = (const float *)v[j] + i;
-            for (int l = 0; l < 8; l++) a[l] += weight[0][j] * value[l];
+// row[0] = keep[0] row[0] + sum over j of score[0][j] line[j] for one row; n is a multiple of 32.
+static void rocq__values_scalar(const rocq__attend_few *few) {
+    for (int64_t i = 0; i < few->n; i += 8) {
+        float a[8], *acc = few->row[0] + i;
+        for (int l = 0; l < 8; l++) a[l] = acc[l] * few->keep[0];
+        for (int64_t j = 0; j < few->n_keys; j++) {
+            const float *value = (const float *)few->line[j] + i;
+            for (int l = 0; l < 8; l++) a[l] += few->score[0][j] * value[l];
         }
-        memcpy(acc[0] + i, a, sizeof a);
+        memcpy(acc, a, sizeof a);
     }
 }
 
 #if ROCQ__HAS_V8
 
 // Prefetches bytes [begin, end) of row j, begin being a multiple of 64.
-ROCQ__V8 void rocq__fetch_part(const rocq__attend_next *next, int64_t j, int64_t begin,
-                               int64_t end) {
+ROCQ__V8 void rocq__fetch(const rocq__attend_next *next, int64_t j, int64_t begin, int64_t end) {
     const unsigned char *row = (const unsigned char *)next->row[j];
     for (; begin < end; begin += 64) ROCQ__PREFETCH(row + begin, 3);
 }
 
-// The same for one, two or four rows, for which a key is widened once, with 8 / rows keys at a
-// time, so that all sums stay in registers. A row's result has the same bits with any of them. If
-// next is not NULL its rows are prefetched meanwhile.
-ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *const *q,
-                         const void *const *k, int64_t n_keys, int64_t n, float *const *score,
-                         const rocq__attend_next *next) {
+// The dot products of one, two or four rows, for which a key is widened once, with 8 / rows keys at
+// a time, so that all sums stay in registers. A row's result has the same bits with any of them.
+ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const rocq__attend_few *few) {
+    const int64_t n = few->n;
     const int step = 8 / rows;
-    for (int64_t first = 0; first < n_keys; first += step) {
+    for (int64_t first = 0; first < few->n_keys; first += step) {
         rocq__v8 sum[8]; // [rows][step]
         float all[8];
-        for (int j = 0; next && j < step; j++) rocq__fetch_part(next, first + j, 0, next->bytes);
+        for (int j = 0; few->next && j < step; j++) {
+            rocq__fetch(few->next, first + j, 0, few->next->bytes);
+        }
         ROCQ__UNROLL
         for (int i = 0; i < 8; i++) sum[i] = rocq__v8_set1(0.0f);
         for (int64_t i = 0; i < n; i += 32) {
             ROCQ__UNROLL
             for (int j = 0; j < step; j++) {
                 rocq__v8 key[4];
-                rocq__v8_load_row(format, 4, key, k[first + j], i);
+                rocq__v8_load_row(format, 4, key, few->line[first + j], i);
                 ROCQ__UNROLL
                 for (int r = 0; r < rows; r++) {
                     rocq__v8 one = sum[r * step + j];
                     ROCQ__UNROLL
                     for (int l = 0; l < 4; l++) {
-                        one = rocq__v8_fma(rocq__v8_load(q[r] + i + 8 * l), key[l], one);
+                        one = rocq__v8_fma(rocq__v8_load(few->row[r] + i + 8 * l), key[l], one);
                     }
                     sum[r * step + j] = one;
                 }
@@ -14170,17 +14173,15 @@ ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *
         rocq__v8_sum4(all + 4, sum[4], sum[5], sum[6], sum[7]);
         ROCQ__UNROLL
         for (int r = 0; r < rows; r++) {
-            memcpy(score[r] + first, all + r * step, (size_t)step * sizeof *all);
+            memcpy(few->score[r] + first, all + r * step, (size_t)step * sizeof *all);
         }
     }
 }
 
-// 64 / rows elements of each acc are in registers at a time.
-ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *const *acc,
-                           const float *keep, const void *const *v, const float *const *weight,
-                           int64_t n_keys, int64_t n, const rocq__attend_next *next) {
+// Weighted sums of values, 64 / rows elements of each acc being in registers at a time.
+ROCQ__V8 void rocq__values(const rocq_format format, const int rows, const rocq__attend_few *few) {
     const int n_vectors = 8 / rows;
-    const int64_t bytes = next ? (next->bytes + 63) / 64 * 64 : 0;
+    const int64_t n = few->n, bytes = few->next ? (few->next->bytes + 63) / 64 * 64 : 0;
     int64_t fetched = 0, fetch_end = 0;
     for (int64_t i = 0; i < n; i += 8 * n_vectors, fetched = fetch_end) {
         fetch_end = bytes * (i + 8 * n_vectors) / n / 64 * 64; // this part of the next row's bytes
@@ -14188,18 +14189,19 @@ ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *cons
         ROCQ__UNROLL
         for (int l = 0; l < 8; l++) {
             const int r = l / n_vectors, at = 8 * (l % n_vectors);
-            a[l] = rocq__v8_mul(rocq__v8_set1(keep[r]), rocq__v8_load(acc[r] + i + at));
+            a[l] = rocq__v8_mul(rocq__v8_set1(few->keep[r]), rocq__v8_load(few->row[r] + i + at));
         }
-        for (int64_t j = 0; j < n_keys; j++) {
+        for (int64_t j = 0; j < few->n_keys; j++) {
             rocq__v8 value[8];
-            if (fetched < fetch_end) rocq__fetch_part(next, j, fetched, fetch_end);
+            if (fetched < fetch_end) rocq__fetch(few->next, j, fetched, fetch_end);
             ROCQ__UNROLL
             for (int l = 0; l < n_vectors; l += 4) {
-                rocq__v8_load_row(format, n_vectors == 2 ? 2 : 4, value + l, v[j], i + 8 * l);
+                const int n_loaded = n_vectors == 2 ? 2 : 4;
+                rocq__v8_load_row(format, n_loaded, value + l, few->line[j], i + 8 * l);
             }
             ROCQ__UNROLL
             for (int r = 0; r < rows; r++) {
-                const rocq__v8 w = rocq__v8_set1(weight[r][j]);
+                const rocq__v8 w = rocq__v8_set1(few->score[r][j]);
                 ROCQ__UNROLL
                 for (int l = 0; l < n_vectors; l++) {
                     a[r * n_vectors + l] = rocq__v8_fma(w, value[l], a[r * n_vectors + l]);
@@ -14208,7 +14210,7 @@ ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *cons
         }
         ROCQ__UNROLL
         for (int l = 0; l < 8; l++) {
-            rocq__v8_store(acc[l / n_vectors] + i + 8 * (l % n_vectors), a[l]);
+            rocq__v8_store(few->row[l / n_vectors] + i + 8 * (l % n_vectors), a[l]);
         }
     }
 }
@@ -14270,23 +14272,23 @@ ROCQ__WIDE __m512 rocq__wide_load(const rocq_format format, const bool two, cons
 // and a row is fetched once n of them are due. A step is a block of 32 or, in formats without
 // blocks, 8 elements, which with those of a second key fill a vector. Longer steps would need more
 // registers for addresses and are no faster.
-ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const float *const *q,
-                                const void *const *k, int64_t n_keys, int64_t n,
-                                float *const *score, const rocq__attend_next *next) {
+ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows,
+                                const rocq__attend_few *few) {
+    const int64_t n = few->n;
     const int step = format == ROCQ_Q8_0 || format == ROCQ_Q4_0 ? 32 : 8;
     int64_t due = 0, fetched = 0;
-    for (int64_t first = 0; first < n_keys; first += 8) {
+    for (int64_t first = 0; first < few->n_keys; first += 8) {
         __m512 sum[4][4]; // [rows][pairs]
         ROCQ__UNROLL
         for (int l = 0; l < 16; l++) sum[l / 4][l % 4] = _mm512_setzero_ps();
         for (int64_t i = 0; i < n; i += step) {
-            for (due += 8 * step; next && due >= n; due -= n) {
-                rocq__fetch_part(next, fetched++, 0, next->bytes);
+            for (due += 8 * step; few->next && due >= n; due -= n) {
+                rocq__fetch(few->next, fetched++, 0, few->next->bytes);
             }
             __m512 scale[4];
             ROCQ__UNROLL
             for (int p = 0; p < 4; p++) {
-                const void *const *pair = k + first + 2 * p;
+                const void *const *pair = few->line + first + 2 * p;
                 scale[p] = rocq__wide_scale(format, pair[0], pair[1], i);
             }
             ROCQ__UNROLL
@@ -14294,11 +14296,11 @@ ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const 
                 __m512 query[4];
                 ROCQ__UNROLL
                 for (int r = 0; r < rows; r++) {
-                    query[r] = _mm512_broadcast_f32x8(_mm256_loadu_ps(q[r] + i + l));
+                    query[r] = _mm512_broadcast_f32x8(_mm256_loadu_ps(few->row[r] + i + l));
                 }
                 ROCQ__UNROLL
                 for (int p = 0; p < 4; p++) {
-                    const void *const *pair = k + first + 2 * p;
+                    const void *const *pair = few->line + first + 2 * p;
                     const __m512 key =
                         rocq__wide_load(format, true, pair[0], pair[1], i + l, scale[p]);
                     ROCQ__UNROLL
@@ -14316,38 +14318,39 @@ ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const 
                 of_key[2 * p] = _mm512_castps512_ps256(sum[r][p]);
                 of_key[2 * p + 1] = _mm512_extractf32x8_ps(sum[r][p], 1);
             }
-            rocq__v8_store(score[r] + first, rocq__v8_sum8(of_key));
+            rocq__v8_store(few->score[r] + first, rocq__v8_sum8(of_key));
         }
     }
 }
 
-// Elements i to i + 16 n_vectors - 1 of each acc, which are in registers meanwhile; [fetched,
-// fetch_end) of the next rows' bytes are prefetched.
-ROCQ__WIDE void rocq__values_part(const rocq_format format, const int rows, const int n_vectors,
-                                  float *const *acc, const float *keep, const void *const *v,
-                                  const float *const *weight, int64_t n_keys, int64_t i,
-                                  const rocq__attend_next *next, int64_t fetched,
-                                  int64_t fetch_end) {
+// Elements i to i + 16 n_vectors - 1 of each acc, which are in registers meanwhile; bytes [fetched,
+// fetch_end) of the next rows are prefetched. few is a copy, so that gcc 12 keeps its fields in
+// registers too.
+ROCQ__WIDE void rocq__values_at(const rocq_format format, const int rows, const int n_vectors,
+                                rocq__attend_few few, int64_t i, int64_t fetched,
+                                int64_t fetch_end) {
     __m512 a[4][4];
     ROCQ__UNROLL
     for (int r = 0; r < rows; r++) {
         ROCQ__UNROLL
         for (int l = 0; l < n_vectors; l++) {
-            a[r][l] = _mm512_mul_ps(_mm512_set1_ps(keep[r]), _mm512_loadu_ps(acc[r] + i + 16 * l));
+            const __m512 old = _mm512_loadu_ps(few.row[r] + i + 16 * l);
+            a[r][l] = _mm512_mul_ps(_mm512_set1_ps(few.keep[r]), old);
         }
     }
-    for (int64_t j = 0; j < n_keys; j++) {
+    for (int64_t j = 0; j < few.n_keys; j++) {
+        const void *row = few.line[j];
         __m512 value[4];
-        if (fetched < fetch_end) rocq__fetch_part(next, j, fetched, fetch_end);
+        if (fetched < fetch_end) rocq__fetch(few.next, j, fetched, fetch_end);
         ROCQ__UNROLL
         for (int l = 0; l < n_vectors; l++) {
             const int64_t at = i + 16 * l;
-            const __m512 scale = rocq__wide_scale(format, v[j], v[j], at);
-            value[l] = rocq__wide_load(format, false, v[j], v[j], at, scale);
+            const __m512 scale = rocq__wide_scale(format, row, row, at);
+            value[l] = rocq__wide_load(format, false, row, row, at, scale);
         }
         ROCQ__UNROLL
         for (int r = 0; r < rows; r++) {
-            const __m512 w = _mm512_set1_ps(weight[r][j]);
+            const __m512 w = _mm512_set1_ps(few.score[r][j]);
             ROCQ__UNROLL
             for (int l = 0; l < n_vectors; l++) a[r][l] = _mm512_fmadd_ps(w, value[l], a[r][l]);
         }
@@ -14355,22 +14358,19 @@ ROCQ__WIDE void rocq__values_part(const rocq_format format, const int rows, cons
     ROCQ__UNROLL
     for (int r = 0; r < rows; r++) {
         ROCQ__UNROLL
-        for (int l = 0; l < n_vectors; l++) _mm512_storeu_ps(acc[r] + i + 16 * l, a[r][l]);
+        for (int l = 0; l < n_vectors; l++) _mm512_storeu_ps(few.row[r] + i + 16 * l, a[r][l]);
     }
 }
 
-ROCQ__WIDE void rocq__values_wide(const rocq_format format, const int rows, float *const *acc,
-                                  const float *keep, const void *const *v,
-                                  const float *const *weight, int64_t n_keys, int64_t n,
-                                  const rocq__attend_next *next) {
-    const int64_t bytes = next ? (next->bytes + 63) / 64 * 64 : 0;
+ROCQ__WIDE void rocq__values_wide(const rocq_format format, const int rows,
+                                  const rocq__attend_few *few) {
+    const int64_t n = few->n, bytes = few->next ? (few->next->bytes + 63) / 64 * 64 : 0;
     int64_t i = 0, fetched = 0, end;
     for (; i + 64 <= n; i += 64, fetched = end) {
         end = bytes * (i + 64) / n / 64 * 64;
-        rocq__values_part(format, rows, 4, acc, keep, v, weight, n_keys, i, next, fetched, end);
+        rocq__values_at(format, rows, 4, *few, i, fetched, end);
     }
-    if (i == n) return;
-    rocq__values_part(format, rows, 2, acc, keep, v, weight, n_keys, i, next, fetched, bytes);
+    if (i < n) rocq__values_at(format, rows, 2, *few, i, fetched, bytes);
 }
 #undef ROCQ__WIDE
 #endif
@@ -14379,33 +14379,26 @@ ROCQ__WIDE void rocq__values_wide(const rocq_format format, const int rows, floa
     X(f16, F16, 1)                                                                                 \
     X(f32, F32, 2) X(f16, F16, 2) X(bf16, BF16, 2) X(q8_0, Q8_0, 2) X(q4_0, Q4_0, 2)               \
     X(f32, F32, 4) X(f16, F16, 4) X(bf16, BF16, 4) X(q8_0, Q8_0, 4) X(q4_0, Q4_0, 4)
-#define ROCQ__ATTEND_KERNELS(name, NAME, ROWS, TARGET, tier, dots, values)                         \
-    static TARGET void rocq__dots_##name##_##ROWS##tier(                                           \
-        const float *const *q, const void *const *k, int64_t n_keys, int64_t n,                    \
-        float *const *score, const rocq__attend_next *next) {                                      \
-        dots(ROCQ_##NAME, ROWS, q, k, n_keys, n, score, next);                                     \
-    }                                                                                              \
-    static TARGET void rocq__values_##name##_##ROWS##tier(                                         \
-        float *const *acc, const float *keep, const void *const *v, const float *const *weight,    \
-        int64_t n_keys, int64_t n, const rocq__attend_next *next) {                                \
-        values(ROCQ_##NAME, ROWS, acc, keep, v, weight, n_keys, n, next);                          \
+#define ROCQ__ATTEND_KERNEL(TARGET, kernel, name, NAME, ROWS)                                      \
+    static TARGET void kernel##_##name##_##ROWS(const rocq__attend_few *few) {                     \
+        kernel(ROCQ_##NAME, ROWS, few);                                                            \
     }
 #define ROCQ__ATTEND_SIMD(name, NAME, ROWS)                                                        \
-    ROCQ__ATTEND_KERNELS(name, NAME, ROWS, ROCQ__SIMD, , rocq__dots, rocq__values)
+    ROCQ__ATTEND_KERNEL(ROCQ__SIMD, rocq__dots, name, NAME, ROWS)                                  \
+    ROCQ__ATTEND_KERNEL(ROCQ__SIMD, rocq__values, name, NAME, ROWS)
 ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_SIMD)
 #undef ROCQ__ATTEND_SIMD
 #if ROCQ__HAS_AVX2
 #define ROCQ__ATTEND_AVX512(name, NAME, ROWS)                                                      \
-    ROCQ__ATTEND_KERNELS(name, NAME, ROWS, ROCQ__TARGET_AVX512, _avx512, rocq__dots_wide,          \
-                         rocq__values_wide)
+    ROCQ__ATTEND_KERNEL(ROCQ__TARGET_AVX512, rocq__dots_wide, name, NAME, ROWS)                    \
+    ROCQ__ATTEND_KERNEL(ROCQ__TARGET_AVX512, rocq__values_wide, name, NAME, ROWS)
 ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_AVX512)
 #undef ROCQ__ATTEND_AVX512
-#define ROCQ__ATTEND_WIDE(kernel) kernel##_avx512
+#define ROCQ__ATTEND_WIDE(kernel) kernel
 #else
 #define ROCQ__ATTEND_WIDE(kernel) NULL
 #endif
-#undef ROCQ__ATTEND_KERNELS
-
+#undef ROCQ__ATTEND_KERNEL
 #endif
 
 // The kernels of few rows, for k and v as they are stored, where as_is, or decoded to F32.
@@ -14418,20 +14411,19 @@ static void rocq__attend_kernels(rocq__attend *a) {
     const rocq_format k = a->as_is ? a->p->k->format : ROCQ_F32;
     const rocq_format v = a->as_is ? a->p->v->format : ROCQ_F32;
     // A row by itself, as of a model whose heads share no keys, has kernels of its own for F16,
-    // the usual format of a cache. Of other formats it takes as long as two rows.
+    // the usual format of a cache. In other formats a row takes as long as two rows.
     const bool one = a->tile_rows == 1 && k == ROCQ_F16 && v == ROCQ_F16 && a->pitch % 64 == 0;
     a->rows = one ? 1 : a->tile_rows <= 2 ? 2 : 4;
     static const struct {
         rocq_format format;
         int64_t rows;
-        rocq__attend_dots dots[2]; // [1]: in vectors of 64 bytes
-        rocq__attend_values values[2];
+        rocq__attend_kernel dots[2], values[2]; // [1]: in vectors of 64 bytes
     } kernels[] = {
-#define ROCQ__X(name, NAME, ROWS)                                                     \
-    {ROCQ_##NAME,                                                                     \
-     ROWS,                                                                            \
-     {rocq__dots_##name##_##ROWS, ROCQ__ATTEND_WIDE(rocq__dots_##name##_##ROWS)},     \
-     {rocq__values_##name##_##ROWS, ROCQ__ATTEND_WIDE(rocq__values_##name##_##ROWS)}},
+#define ROCQ__X(name, NAME, ROWS)                                                      \
+    {ROCQ_##NAME,                                                                      \
+     ROWS,                                                                             \
+     {rocq__dots_##name##_##ROWS, ROCQ__ATTEND_WIDE(rocq__dots_wide_##name##_##ROWS)}, \
+     {rocq__values_##name##_##ROWS, ROCQ__ATTEND_WIDE(rocq__values_wide_##name##_##ROWS)}},
         ROCQ__ATTEND_FORMATS(ROCQ__X)
 #undef ROCQ__X
     };
@@ -14581,11 +14573,11 @@ static rocq__attend_local rocq__attend_local_of(const rocq__attend *a, int32_t t
 // not count even where they hold NaN: the weights of the others are moved together in score, and
 // their lines to seen. Returns their number.
 static int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_local *local,
-                                  int64_t r, const void *const *line, int64_t n_keys,
-                                  bool all_visible, const void **seen, float *keep) {
+                                  int64_t r, const rocq__attend_few *few, bool all_visible,
+                                  const void **seen, float *keep) {
     float *s = local->score + r * ROCQ__ATTEND_KEYS;
     const float *bias = local->bias + r * ROCQ__ATTEND_KEYS;
-    int64_t n_seen = 0;
+    int64_t n_seen = 0, n_keys = few->n_keys;
     if (a->p->softcap > 0.0f) rocq__softcap_row(a->simd, a->p->softcap, s, n_keys);
     if (all_visible) {
         n_seen = n_keys;
@@ -14593,7 +14585,7 @@ static int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_loca
         for (int64_t j = 0; j < n_keys; j++) {
             if (bias[j] == -INFINITY) continue;
             s[n_seen] = s[j] + bias[j];
-            seen[n_seen++] = line[j];
+            seen[n_seen++] = few->line[j];
         }
     }
     if (n_seen == 0) return 0;
@@ -14657,53 +14649,50 @@ static inline void rocq__attend_prefetch(const rocq__attend_rows *rows, const vo
     for (int64_t i = 0; i < rows->bytes; i += 64) ROCQ__PREFETCH(at + i, 3);
 }
 
-// score of n rows and the n_keys keys at line. Where rows or keys are fewer than a kernel takes,
-// the last fills up the rest, and those results are not used. next: NULL, or n_keys rows.
-static void rocq__attend_scores(const rocq__attend *a, int64_t n, const void **line,
-                                int64_t n_keys, const rocq__attend_local *local,
-                                rocq__attend_next *next) {
-    for (; n_keys % 8 != 0; n_keys++) {
-        line[n_keys] = line[n_keys - 1];
-        if (next) next->row[n_keys] = next->row[n_keys - 1];
+// The scores of n rows and the keys of `few`. Where rows or keys are fewer than a kernel takes, the
+// last fills up the rest, and those results are not used.
+static void rocq__attend_scores(const rocq__attend *a, int64_t n, rocq__attend_few few,
+                                const rocq__attend_local *local) {
+    for (; few.n_keys % 8 != 0; few.n_keys++) {
+        few.line[few.n_keys] = few.line[few.n_keys - 1];
+        if (few.next) few.next->row[few.n_keys] = few.next->row[few.n_keys - 1];
     }
-    for (int64_t r = 0; r < n; r += a->rows) {
-        const float *q[4];
-        float *score[4];
+    for (int64_t r = 0; r < n; r += a->rows, few.next = NULL) {
         for (int64_t i = 0; i < a->rows; i++) {
-            q[i] = local->q + ROCQ__MIN(r + i, n - 1) * a->pitch;
-            score[i] = local->score + ROCQ__MIN(r + i, n - 1) * ROCQ__ATTEND_KEYS;
+            few.row[i] = local->q + ROCQ__MIN(r + i, n - 1) * a->pitch;
+            few.score[i] = local->score + ROCQ__MIN(r + i, n - 1) * ROCQ__ATTEND_KEYS;
         }
-        a->dots(q, line, n_keys, a->pitch, score, r == 0 ? next : NULL);
+        a->dots(&few);
     }
 }
 
-// Updates m, l and acc by the scores of n_keys keys and their values at line. If all rows that a
-// kernel takes see all keys, they share the loads of V. Else each is computed alone, and the
-// kernel's other rows are local->spare, whose results are not used. next: NULL, or, with
-// all_visible, n_keys rows.
-static void rocq__attend_sums(const rocq__attend *a, int64_t n, const void *const *line,
-                              int64_t n_keys, bool all_visible, const rocq__attend_local *local,
-                              const rocq__attend_next *next) {
-    static const float none[ROCQ__ATTEND_KEYS] = {0};
-    for (int64_t r = 0; r < n; r += a->rows) {
+// Updates m, l and acc of n rows by the scores of the keys of `few` and their values. If all rows
+// that a kernel takes see all keys, they share the loads of V. Else each is computed alone, and the
+// kernel's other rows are local->spare, whose results are not used. few.next is NULL unless
+// all_visible.
+static void rocq__attend_sums(const rocq__attend *a, int64_t n, rocq__attend_few few,
+                              bool all_visible, const rocq__attend_local *local) {
+    float none[ROCQ__ATTEND_KEYS] = {0}, *spare = local->spare;
+    for (int64_t r = 0; r < n; r += a->rows, few.next = NULL) {
         const void *seen[4][ROCQ__ATTEND_KEYS];
-        const float *weight[4] = {none, none, none, none};
-        float *acc[4] = {local->spare, local->spare, local->spare, local->spare}, keep[4] = {0};
         int64_t n_seen[4] = {0}, n_rows = ROCQ__MIN(a->rows, n - r);
         bool all = true;
-        for (int64_t i = 0; i < n_rows; i++) {
-            n_seen[i] = rocq__attend_weigh(a, local, r + i, line, n_keys, all_visible, seen[i],
-                                           &keep[i]);
-            all = all && n_seen[i] == n_keys;
+        for (int64_t i = 0; i < 4; i++) {
+            few.row[i] = i < n_rows ? local->acc + (r + i) * a->pitch : spare;
+            few.score[i] = i < n_rows ? local->score + (r + i) * ROCQ__ATTEND_KEYS : none;
+            few.keep[i] = 0.0f;
+            if (i >= n_rows) continue;
+            n_seen[i] =
+                rocq__attend_weigh(a, local, r + i, &few, all_visible, seen[i], &few.keep[i]);
+            all = all && n_seen[i] == few.n_keys;
         }
-        for (int64_t i = 0; i < n_rows; i++) {
-            acc[all ? i : 0] = local->acc + (r + i) * a->pitch;
-            weight[all ? i : 0] = local->score + (r + i) * ROCQ__ATTEND_KEYS;
-            if (all || n_seen[i] == 0) continue;
-            const float keeps[4] = {keep[i]};
-            a->values(acc, keeps, seen[i], weight, n_seen[i], a->pitch, NULL);
+        if (all) a->values(&few);
+        for (int64_t i = 0; !all && i < n_rows; i++) {
+            const rocq__attend_few one = {
+                {few.row[i], spare, spare, spare}, {few.score[i], none, none, none},
+                {few.keep[i]}, seen[i], n_seen[i], few.n, NULL};
+            if (n_seen[i] > 0) a->values(&one);
         }
-        if (all) a->values(acc, keep, line, weight, n_keys, a->pitch, r == 0 ? next : NULL);
     }
 }
 
@@ -14738,7 +14727,8 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_keys *ti
         rocq__attend_prefetch(&v, next.row[j]);
         line[j] = rocq__attend_line(a, &k, line[j], local->tile + j * pitch);
     }
-    rocq__attend_scores(a, n, line, n_keys, local, by_kernels ? &next : NULL);
+    rocq__attend_few few = {{NULL}, {NULL}, {0.0f}, line, n_keys, pitch, by_kernels ? &next : NULL};
+    rocq__attend_scores(a, n, few, local);
 
     memcpy(line, next.row, (size_t)n_keys * sizeof *line);
     next.bytes = k.bytes;
@@ -14752,8 +14742,8 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_keys *ti
         if (next_tile) rocq__attend_prefetch(&k, next.row[j]);
         line[j] = rocq__attend_line(a, &v, line[j], local->tile + j * pitch);
     }
-    rocq__attend_sums(a, n, line, n_keys, tile->all_visible, local,
-                      by_kernels && next_tile ? &next : NULL);
+    if (!next_tile) few.next = NULL;
+    rocq__attend_sums(a, n, few, tile->all_visible, local);
 }
 
 // -- many rows --
@@ -14807,9 +14797,9 @@ static ROCQ__SIMD void rocq__attend_multiply_simd(const rocq__attend_product *p)
 }
 
 #if ROCQ__HAS_AVX2
-// The same with n_vectors of 16 lanes. A core multiplies two vectors of 64 bytes in the time of one
-// load. So with two vectors, eight loads for twelve multiplications, it is bound by loads; with
-// four there are ten loads for 24.
+// The product with rows of n_vectors vectors of 16 lanes. A core multiplies two vectors of 64 bytes
+// in the time of one load. So with two vectors, eight loads for twelve multiplications, it is bound
+// by loads; with four there are ten loads for 24.
 ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__attend_multiply_wide(
     const rocq__attend_product *p, const int n_vectors) {
     const int64_t a_row = p->a_row, a_step = p->a_step, b_step = p->b_step;
@@ -14961,8 +14951,8 @@ static ROCQ__SIMD void rocq__attend_values_seen(const rocq__attend *a,
     }
 }
 
-// Of the scores of a product's rows, from row r on, for keys [first, last) of the tile: those of
-// keys that a row does not see become -inf, and mask values are added to the others.
+// Adds the mask to the scores of the product's rows, which begin with row r, for keys [first, last)
+// of the tile. Scores of keys that a row does not see become -inf. score: where row r's begin.
 static void rocq__attend_hide(const rocq__attend *a, const rocq__attend_item *item, int64_t r,
                               int64_t begin, int64_t first, int64_t last, float *score) {
     const int64_t lanes = rocq__attend_lanes(a, item->n - r);
@@ -15077,35 +15067,35 @@ static void rocq__attend_start(const rocq__attend *a, const rocq__attend_item *i
 
 // An item of work; the positions [begin, end) of its split that some of its rows see; and all
 // positions [all_begin, all_end) that all of them see, of this split or not, none if it is empty.
-typedef struct rocq__attend_part {
+typedef struct rocq__attend_work {
     rocq__attend_item rows;
     int64_t split, begin, end, all_begin, all_end;
-} rocq__attend_part;
+} rocq__attend_work;
 
 // Item number `number`, or one that sees nothing if there are not so many. Items have the order of
 // K and V in memory: a head's splits follow each other or, where heads lie side by side at each
 // position, a split's heads.
-static rocq__attend_part rocq__attend_part_of(const rocq__attend *a, int64_t number) {
+static rocq__attend_work rocq__attend_work_of(const rocq__attend *a, int64_t number) {
     const int64_t heads = a->n_kv_heads * a->n_seqs, row0 = number % a->n_tiles * a->tile_rows;
     const int64_t at = number / a->n_tiles;
     const int64_t head = a->side_by_side ? at % heads : at / a->n_splits;
-    rocq__attend_part part;
-    memset(&part, 0, sizeof part);
-    if (number >= a->n_items) return part;
-    part.rows.seq = head / a->n_kv_heads;
-    part.rows.kv_head = head % a->n_kv_heads;
-    part.rows.row0 = row0;
-    part.rows.n = ROCQ__MIN(a->tile_rows, a->n_rows - row0);
-    part.split = a->side_by_side ? at / heads : at % a->n_splits;
-    const int64_t len = rocq__attend_len(a, part.rows.seq);
-    const int64_t last_row = row0 + part.rows.n - 1;
-    rocq__attend_range(a, len, row0 / a->group, &part.begin, &part.all_end);
-    rocq__attend_range(a, len, last_row / a->group, &part.all_begin, &part.end);
+    rocq__attend_work work;
+    memset(&work, 0, sizeof work);
+    if (number >= a->n_items) return work;
+    work.rows.seq = head / a->n_kv_heads;
+    work.rows.kv_head = head % a->n_kv_heads;
+    work.rows.row0 = row0;
+    work.rows.n = ROCQ__MIN(a->tile_rows, a->n_rows - row0);
+    work.split = a->side_by_side ? at / heads : at % a->n_splits;
+    const int64_t len = rocq__attend_len(a, work.rows.seq);
+    const int64_t last_row = row0 + work.rows.n - 1;
+    rocq__attend_range(a, len, row0 / a->group, &work.begin, &work.all_end);
+    rocq__attend_range(a, len, last_row / a->group, &work.all_begin, &work.end);
     if (a->n_splits > 1) {
-        part.begin = ROCQ__MAX(part.begin, part.split * ROCQ__ATTEND_SPLIT);
-        part.end = ROCQ__MIN(part.end, (part.split + 1) * ROCQ__ATTEND_SPLIT);
+        work.begin = ROCQ__MAX(work.begin, work.split * ROCQ__ATTEND_SPLIT);
+        work.end = ROCQ__MIN(work.end, (work.split + 1) * ROCQ__ATTEND_SPLIT);
     }
-    return part;
+    return work;
 }
 
 static void rocq__attend_task(void *arg, int64_t number, int64_t number_end, int32_t thread) {
@@ -15113,28 +15103,28 @@ static void rocq__attend_task(void *arg, int64_t number, int64_t number_end, int
     const int64_t dim = a->head_dim, pitch = a->pitch;
     const rocq__attend_local local = rocq__attend_local_of(a, thread);
     if (!a->as_is) memset(local.tile, 0, (size_t)(ROCQ__ATTEND_KEYS * pitch) * sizeof(float));
-    rocq__attend_part part = rocq__attend_part_of(a, number), after;
-    for (; number < number_end; number++, part = after) {
-        const int64_t seq = part.rows.seq, kv_head = part.rows.kv_head, row0 = part.rows.row0;
-        const int64_t n = part.rows.n, end = part.end;
-        after = rocq__attend_part_of(a, number + 1);
-        rocq__attend_start(a, &part.rows, &local);
-        // Of few rows, tiles also end at all_begin and all_end, so that most tiles are seen by all
-        // rows and need no bias.
-        for (int64_t first = part.begin, last; first < end; first = last) {
+    rocq__attend_work work = rocq__attend_work_of(a, number), after;
+    for (; number < number_end; number++, work = after) {
+        const int64_t seq = work.rows.seq, kv_head = work.rows.kv_head, row0 = work.rows.row0;
+        const int64_t n = work.rows.n, end = work.end;
+        after = rocq__attend_work_of(a, number + 1);
+        rocq__attend_start(a, &work.rows, &local);
+        // If rows are few, tiles also end at all_begin and all_end, so that most tiles are seen by
+        // all rows and need no bias.
+        for (int64_t first = work.begin, last; first < end; first = last) {
             last = ROCQ__MIN(first - first % ROCQ__ATTEND_KEYS + ROCQ__ATTEND_KEYS, end);
 #if ROCQ__HAS_V8
             if (a->many) {
-                rocq__attend_tile_many(a, &part.rows, first, last, &local);
+                rocq__attend_tile_many(a, &work.rows, first, last, &local);
                 continue;
             }
 #endif
-            if (first < part.all_begin) last = ROCQ__MIN(last, part.all_begin);
-            if (first < part.all_end) last = ROCQ__MIN(last, part.all_end);
+            if (first < work.all_begin) last = ROCQ__MIN(last, work.all_begin);
+            if (first < work.all_end) last = ROCQ__MIN(last, work.all_end);
             const bool all_visible =
-                !a->p->mask && first >= part.all_begin && last <= part.all_end;
-            const rocq__attend_keys tile = {&part.rows, first, last, all_visible};
-            const rocq__attend_keys next = {last < end ? &part.rows : &after.rows,
+                !a->p->mask && first >= work.all_begin && last <= work.all_end;
+            const rocq__attend_keys tile = {&work.rows, first, last, all_visible};
+            const rocq__attend_keys next = {last < end ? &work.rows : &after.rows,
                                             last < end ? last : after.begin,
                                             last < end ? end : after.end, false};
             rocq__attend_tile(a, &tile, next.begin < next.end ? &next : NULL, &local);
@@ -15144,7 +15134,7 @@ static void rocq__attend_task(void *arg, int64_t number, int64_t number_end, int
             if (a->n_splits == 1) {
                 rocq__attend_finish(a, seq, kv_head, row0 + r, local.m[r], local.l[r], acc);
             } else {
-                const int64_t at = (seq * a->n_kv_heads + kv_head) * a->n_splits + part.split;
+                const int64_t at = (seq * a->n_kv_heads + kv_head) * a->n_splits + work.split;
                 float *partial = a->partials + (at * a->n_rows + r) * a->partial;
                 partial[0] = local.m[r];
                 partial[1] = local.l[r];
@@ -15919,16 +15909,17 @@ static void rocq__plan_argmax_cpu(rocq__plan *plan, rocq_op op, const void *para
 // the cut, tells what is left: it and all before it. The final distribution is summed and drawn
 // from in token order, so that the draw does not depend on how the cut was found.
 //
-// Tokens are taken in strips. The largest logit of each is found first: most strips have none that
-// top-k or min-p leave, and are not looked at again. 150,000 logits take 0.1 ms with top-k 40.
-// What all strips need, the sums of top-p and the weights at the temperature, is shared among the
-// threads: parts of a fixed number of strips, so that sums are the same for any number of threads.
+// Tokens are taken in strips. The largest logit of each is found first: it shows that most strips
+// have no candidate left after top-k or min-p, and need not be read again. 150,000 logits take 0.1
+// ms with top-k 40. What all strips need, the sums of top-p and the weights at the temperature, is
+// shared among the threads: spans of a fixed number of strips, so that sums are the same for any
+// number of threads.
 
 enum {
     ROCQ__DRAW = 64,       // tokens of a strip
     ROCQ__DRAW_BINS = 256, // of top-p's histogram of logits by their distance from the top: eight
                            // bins for a distance of 1
-    ROCQ__DRAW_PARTS = 8   // most parts of top-p, each with a histogram of its own
+    ROCQ__DRAW_SPANS = 8   // most spans of top-p, each with a histogram of its own
 };
 
 typedef struct rocq__candidate {
@@ -15957,7 +15948,7 @@ static float rocq__weigh_scalar(float *weight, const float *x, float top, float 
 }
 
 #if ROCQ__HAS_V8
-// The same bits; top is finite.
+// As rocq__weigh_scalar, with the same bits; top is finite.
 static ROCQ__SIMD float rocq__weigh_simd(float *weight, const float *x, float top, float least,
                                          float temperature) {
     rocq__v8 sum = rocq__v8_set1(0.0f);
@@ -15975,8 +15966,8 @@ static ROCQ__SIMD float rocq__weigh_simd(float *weight, const float *x, float to
 #endif
 
 #if ROCQ__HAS_AVX2
-// The same bits again: the lower half of a vector of 16 is added to the eight sums before the upper
-// half, as two vectors of 8 are above.
+// As rocq__weigh_simd, with the same bits: the lower half of a vector of 16 is added to the eight
+// sums before the upper half, as two vectors of 8 are there.
 static ROCQ__TARGET_AVX512 float rocq__weigh_avx512(float *weight, const float *x, float top,
                                                     float least, float temperature) {
     const __m512 low = _mm512_set1_ps(ROCQ__EXP_LEAST), high = _mm512_set1_ps(ROCQ__EXP_MOST);
@@ -16088,7 +16079,7 @@ typedef struct rocq__drawing {
     float *most, *sum;   // [n_strips] the largest logit and the weight of each strip
     rocq__candidate *list; // [n_vocab]
     int8_t *bin;         // [n_strips][ROCQ__DRAW] of top-p, less 128: a strip's, where it was read
-    // The sums of top-p's weights: of each part of the strips, by bin, in list's memory. A bin has
+    // The sums of top-p's weights: of each span of the strips, by bin, in list's memory. A bin has
     // four sums, since additions to the same one have to wait for each other.
     double (*bin_sum)[ROCQ__DRAW_BINS][4];
     int32_t *count;      // [n_vocab] how often each token is in recent: in list's memory
@@ -16097,17 +16088,17 @@ typedef struct rocq__drawing {
     rocq__candidate cut; // of the filters so far
 } rocq__drawing;
 
-// Strips of a part of top-p: a small vocabulary is one part.
-static int64_t rocq__draw_part(int64_t n_strips) {
+// Strips of a span of top-p: a small vocabulary is one span.
+static int64_t rocq__draw_span(int64_t n_strips) {
     const int64_t least = 64;
-    return ROCQ__MAX((n_strips + ROCQ__DRAW_PARTS - 1) / ROCQ__DRAW_PARTS, least);
+    return ROCQ__MAX((n_strips + ROCQ__DRAW_SPANS - 1) / ROCQ__DRAW_SPANS, least);
 }
 
 // Bytes of list, which the sums of bins share.
 static int64_t rocq__draw_list_bytes(int64_t n_vocab, int64_t n_strips) {
-    const int64_t part = rocq__draw_part(n_strips), n_parts = (n_strips + part - 1) / part;
+    const int64_t span = rocq__draw_span(n_strips), n_spans = (n_strips + span - 1) / span;
     const int64_t list = n_vocab * (int64_t)sizeof(rocq__candidate);
-    return ROCQ__MAX(list, n_parts * (int64_t)sizeof(double[ROCQ__DRAW_BINS][4]));
+    return ROCQ__MAX(list, n_spans * (int64_t)sizeof(double[ROCQ__DRAW_BINS][4]));
 }
 
 static int64_t rocq__scratch_sample_cpu(const rocq_ctx *ctx, const void *params) {
@@ -16176,8 +16167,7 @@ static const float *rocq__draw_logits_of(const rocq__drawing *a, int64_t s, floa
 }
 
 // The weights of a strip, 0 behind the cut; returns their sum. Tokens with the cut's own logit are
-// taken up to the cut's token: in strips before its strip all of them, in later strips none, and in
-// its own those that do not come behind it.
+// taken up to the cut's token: all of them in strips before its own, none in later strips.
 static float rocq__draw_strip(const rocq__drawing *a, int64_t s, rocq__candidate cut,
                               float temperature, float *weight) {
     const int64_t first = s * ROCQ__DRAW, behind = (int64_t)cut.token + 1 - first;
@@ -16205,8 +16195,8 @@ static inline bool rocq__draw_has(const rocq__drawing *a, int64_t s, rocq__candi
     return a->most[s] > -INFINITY && a->most[s] >= cut.logit;
 }
 
-// The last of the k candidates that come first. They are in strips whose largest logit is no less
-// than the k-th of those.
+// The last of the k candidates that come first. They are in strips whose largest logit is at least
+// the k-th largest of the strips' largest logits.
 static rocq__candidate rocq__draw_top_k(const rocq__drawing *a, int64_t k) {
     rocq__candidate cut = {-INFINITY, INT32_MAX};
     if (k < a->n_strips) {
@@ -16220,18 +16210,18 @@ static rocq__candidate rocq__draw_top_k(const rocq__drawing *a, int64_t k) {
     return k < n ? rocq__select(a->list, n, a->top, true, (double)k) : cut;
 }
 
-// The bins of parts of the strips and the sums of the weights in each.
-static void rocq__draw_bins_task(void *arg, int64_t part, int64_t end, int32_t thread) {
+// The bins of spans of the strips and the sums of the weights in each.
+static void rocq__draw_bins_task(void *arg, int64_t span, int64_t end, int32_t thread) {
     const rocq__drawing *a = (const rocq__drawing *)arg;
-    const int64_t size = rocq__draw_part(a->n_strips);
+    const int64_t size = rocq__draw_span(a->n_strips);
     const int middle = ROCQ__DRAW_BINS / 2;
     float weight[ROCQ__DRAW], copy[ROCQ__DRAW];
     (void)thread;
-    for (; part < end; part++) {
-        double (*sum)[4] = a->bin_sum[part];
-        memset(sum, 0, sizeof a->bin_sum[part]);
-        const int64_t last = ROCQ__MIN((part + 1) * size, a->n_strips);
-        for (int64_t s = part * size; s < last; s++) {
+    for (; span < end; span++) {
+        double (*sum)[4] = a->bin_sum[span];
+        memset(sum, 0, sizeof a->bin_sum[span]);
+        const int64_t last = ROCQ__MIN((span + 1) * size, a->n_strips);
+        for (int64_t s = span * size; s < last; s++) {
             if (!rocq__draw_has(a, s, a->cut)) continue;
             int8_t *bin = a->bin + s * ROCQ__DRAW;
             const float *x = rocq__draw_logits_of(a, s, copy);
@@ -16247,15 +16237,15 @@ static void rocq__draw_bins_task(void *arg, int64_t part, int64_t end, int32_t t
     }
 }
 
-// Of the candidates up to the cut, the one at which the cumulative weight reaches the share p of
-// all. The histogram tells in which bin that is; only that bin is searched.
+// The candidate up to the cut at which the cumulative weight reaches the share p of the sum of all.
+// The histogram tells in which bin that is; only that bin is searched.
 static rocq__candidate rocq__draw_top_p(const rocq__drawing *a, double p) {
     enum { LAST = ROCQ__DRAW_BINS - 1, MIDDLE = ROCQ__DRAW_BINS / 2 };
-    const int64_t size = rocq__draw_part(a->n_strips);
+    const int64_t size = rocq__draw_span(a->n_strips);
     double sum[ROCQ__DRAW_BINS] = {0}, total = 0.0, front = 0.0;
-    for (int64_t part = 0; part * size < a->n_strips; part++) {
+    for (int64_t span = 0; span * size < a->n_strips; span++) {
         for (int b = 0; b < ROCQ__DRAW_BINS; b++) {
-            const double *four = a->bin_sum[part][b];
+            const double *four = a->bin_sum[span][b];
             sum[b] += (four[0] + four[1]) + (four[2] + four[3]);
         }
     }
@@ -16295,7 +16285,7 @@ static void rocq__draw_end(const rocq__drawing *a, int64_t token, float prob) {
     if (a->p->prob) *rocq__row_f32(a->p->prob, 0, 0, 0) = prob;
 }
 
-// The first stage: the largest logits and top-k; its items are the parts of top-p.
+// The first stage: the largest logits and top-k; its items are the spans of top-p.
 static rocq_result rocq__sample_begin(rocq_ctx *ctx, rocq__stage *stage) {
     rocq__drawing *a = (rocq__drawing *)stage->arg;
     const rocq_sample_params *p = a->p;
@@ -16314,8 +16304,8 @@ static rocq_result rocq__sample_begin(rocq_ctx *ctx, rocq__stage *stage) {
     stage->n = 0;
     if (p->temperature > 0.0f) {
         if (p->top_k > 0) a->cut = rocq__draw_top_k(a, p->top_k);
-        const int64_t part = rocq__draw_part(a->n_strips);
-        if (p->top_p > 0.0f && p->top_p < 1.0f) stage->n = (a->n_strips + part - 1) / part;
+        const int64_t span = rocq__draw_span(a->n_strips);
+        if (p->top_p > 0.0f && p->top_p < 1.0f) stage->n = (a->n_strips + span - 1) / span;
     } else {
         int64_t token = best * ROCQ__DRAW;
         while (a->x[token] != a->top) token++;
@@ -16348,9 +16338,11 @@ static rocq_result rocq__sample_draw(rocq_ctx *ctx, rocq__stage *stage) {
     (void)ctx;
     if (!(p->temperature > 0.0f)) return ROCQ_OK;
     for (int64_t s = 0; s < a->n_strips; s++) total += (double)a->sum[s];
-    // front repeats the additions of total, so it passes target, unless target was rounded up to
-    // total; then, and if rounding makes a strip's tokens sum to less than its own sum, the last
-    // token with any weight is drawn.
+    // The strip is the first whose sum, added to those before it, exceeds target. front adds up the
+    // same numbers as total in the same order, so it ends as total, and some strip is found unless
+    // target was rounded up to total: then it is the last strip with any weight. In the same way,
+    // if rounding makes the weights of the strip's tokens add up to less than the strip's sum, the
+    // token is its last with any weight.
     const double target = rocq__uniform(p->seed, p->step) * total;
     int64_t strip = 0, token = 0;
     for (int64_t s = 0; s < a->n_strips && front <= target; s++) {
@@ -16387,7 +16379,7 @@ static void rocq__plan_sample_cpu(rocq__plan *plan, rocq_op op, const void *para
     a->most = a->changed + a->n_vocab;
     a->sum = a->most + a->n_strips;
     a->bin = (int8_t *)(void *)(a->sum + a->n_strips);
-    const int64_t bins = rocq__plan_grain(plan, weigh * rocq__draw_part(a->n_strips));
+    const int64_t bins = rocq__plan_grain(plan, weigh * rocq__draw_span(a->n_strips));
     rocq__plan_stage(plan, rocq__draw_bins_task, a, 0, bins)->begin = rocq__sample_begin;
     const int64_t sums = rocq__plan_grain(plan, weigh);
     rocq__plan_stage(plan, rocq__draw_sums_task, a, 0, sums)->begin = rocq__sample_cut;
@@ -16511,7 +16503,8 @@ static void rocq__plan_route_cpu(rocq__plan *plan, rocq_op op, const void *param
 // the first stage begins by sorting the pairs by expert and cutting each expert's pairs into tiles.
 // It then converts the column of each pair and stores it at the pair's place in that order, so that
 // a tile's columns are contiguous. The second stage multiplies the tiles, by w2 before w, because
-// the result of w is multiplied by that of w2. With weights a third stage sums a token's slots.
+// the product with w is multiplied by the one with w2. With weights a third stage sums a token's
+// slots.
 
 typedef struct rocq__experts_tile {
     int32_t expert, first, n; // sorted pairs first to first + n - 1
@@ -16522,7 +16515,7 @@ typedef struct rocq__experts {
     bool simd, shared; // shared: both products read the same columns
     int64_t n_slots, n_pairs, n_panels, worth;
     rocq_matmul_params products[2];
-    rocq__mm mm[2][2];  // of w and w2: for tiles of one column, for those of more
+    rocq__mm mm[2][2];  // [w, w2][for tiles of one column, of several]
     int64_t most_tiles, n_tiles;
     int64_t work_at, columns_at[2], other_at, values_at, sorted_at; // in scratch memory
     rocq__mm_work *work;
@@ -16666,7 +16659,7 @@ static void rocq__experts_activate(const rocq__experts *a, float *t, const float
     }
 }
 
-// Which of the copies is that of expert e, or -1.
+// The index of expert e's copy, or -1.
 static int64_t rocq__experts_copy(const rocq_experts_params *p, int32_t e) {
     const int32_t at = p->kept ? rocq__row_i32(p->kept, 0)[e] : -1;
     return at >= 0 && at < p->w_kept->ne[2] ? at : -1;
@@ -18312,7 +18305,7 @@ static void rocq__attend_back_start(const rocq__attend_back *b, const rocq__atte
     for (int64_t r = 0; r < item->n; r++) {
         const int64_t head = item->kv_head * a->group + (item->row0 + r) % a->group;
         const int64_t i = (item->row0 + r) / a->group;
-        float *q = local->q + r * pitch, *dout = local->dout + r * pitch, *delta = local->delta + r;
+        float *q = local->q + r * pitch, *dout = local->dout + r * pitch;
         const float *from = rocq__load(a->simd, b->p->q->format,
                                        rocq__row(b->p->q, head, i, item->seq), 0, dim, q);
         ROCQ__EITHER(a->simd, rocq__scale, (q, from, a->scale, dim));
@@ -18322,9 +18315,7 @@ static void rocq__attend_back_start(const rocq__attend_back *b, const rocq__atte
         float *out = local->dq + r * pitch;
         rocq__decode(a->simd, b->p->out->format, out, rocq__row(b->p->out, head, i, item->seq),
                      dim);
-        const float *const one = dout;
-        const void *const other = out;
-        rocq__dots_scalar(&one, &other, 1, (dim + 7) / 8 * 8, &delta, NULL);
+        local->delta[r] = rocq__attend_dot(dout, out, (dim + 7) / 8 * 8);
         memset(out, 0, (size_t)dim * sizeof(float));
         const float lse = rocq__row_f32(b->p->lse, i, item->seq, 0)[head];
         if (lse != -INFINITY) local->lse[r] = lse;
@@ -18888,19 +18879,6 @@ static ROCQ__SIMD void rocq__scaled_exp_simd(float *y, const float *x, float shi
 }
 #endif
 
-// Elements [k, k + n) of a column of dlogits without the target's term: factor exp(x - top), times
-// the slope of the softcap. Returns where they are: in the column, if that is F32, or in buf.
-static float *rocq__softmax_strip(const rocq__cross_entropy *a, unsigned char *column, int64_t k,
-                                  int64_t n, const float *x, float top, float factor, float *buf) {
-    const float cap = a->p->softcap;
-    float slope[ROCQ__STRIP];
-    float *to = a->p->dlogits->format == ROCQ_F32 ? (float *)(void *)column + k : buf;
-    for (int64_t i = 0; cap > 0.0f && i < n; i++) slope[i] = 1.0f - x[i] / cap * (x[i] / cap);
-    ROCQ__EITHER(a->simd, rocq__scaled_exp, (to, x, top, factor, n));
-    if (cap > 0.0f) ROCQ__EITHER(a->simd, rocq__multiply, (to, slope, n));
-    return to;
-}
-
 static void rocq__cross_entropy_column(const rocq__cross_entropy *a, int64_t c) {
     const rocq_cross_entropy_params *p = a->p;
     const rocq_format format = p->logits->format;
@@ -18932,12 +18910,16 @@ static void rocq__cross_entropy_column(const rocq__cross_entropy *a, int64_t c) 
     if (loss) *loss = (float)(log(sum) + ((double)top - (double)x_target));
     if (!dlogits) return;
     const float all = p->scale ? weight * *rocq__row_f32(p->scale, 0, 0, 0) : weight;
-    const float capped = p->softcap > 0.0f ? x_target / p->softcap : 0.0f;
+    const float cap = p->softcap, capped = cap > 0.0f ? x_target / cap : 0.0f;
+    const float factor = (float)((double)all / sum);
     for (int64_t k = 0; k < n; k += ROCQ__STRIP) {
         const int64_t m = rocq__strip(n, k);
         const float *x = rocq__load(a->simd, format, logits, k, m, buf);
-        float *to =
-            rocq__softmax_strip(a, dlogits, k, m, x, top, (float)((double)all / sum), buf);
+        float *to = p->dlogits->format == ROCQ_F32 ? (float *)(void *)dlogits + k : buf;
+        float slope[ROCQ__STRIP]; // of the softcap
+        for (int64_t i = 0; cap > 0.0f && i < m; i++) slope[i] = 1.0f - x[i] / cap * (x[i] / cap);
+        ROCQ__EITHER(a->simd, rocq__scaled_exp, (to, x, top, factor, m));
+        if (cap > 0.0f) ROCQ__EITHER(a->simd, rocq__multiply, (to, slope, m));
         if (target >= k && target < k + m) to[target - k] -= all * (1.0f - capped * capped);
         rocq__store(a->simd, p->dlogits->format, dlogits, k, to, m);
     }
@@ -19819,7 +19801,7 @@ enum {
     ROCQ__LDS_TILES = ROCQ__LDS_FORWARD_TILES - 3         // of the backward
 };
 
-// The same for weights that are decoded into LDS; matmul is the kernel of the first such format.
+// Tiles for weights that are decoded into LDS; matmul is the kernel of the first such format.
 static const rocq__lds_tile rocq__lds_decoded[] = {
 #define ROCQ_X(a, b, columns, rows, steps, ahead, blocks)                                        \
     {columns, rows, ahead, blocks, ROCQ_K_LDS_THREADS(rows),                                     \
@@ -19905,7 +19887,7 @@ enum {
     ROCQ__LDS_GRANULE = 1024
 };
 
-// What the fastest chip of a target has. HIP's memory clock is not that of the data, so the rate of
+// What the fastest chip of a target has. HIP's memory clock is not the data rate, so the rate of
 // memory stands here. HIP counts RDNA's compute units in pairs unless told otherwise, so its number
 // is doubled, but not beyond max_units. Rates per unit are AMD's: 256 flops a clock on the vector
 // unit (without dual issue), 512 on the matrix unit. Sources: AMD's specifications of the products
@@ -20549,7 +20531,7 @@ static const rocq__chip *rocq__chip_of(const rocq_ctx *ctx) {
 // Bytes a microsecond of PCIe 4.0 with 16 lanes. No runtime tells the rate of a GPU's bus.
 enum { ROCQ__BUS_BYTES_PER_US = 32000 };
 
-// How many bytes the device's own memory delivers in the time that these take through the bus.
+// How many bytes the device's own memory delivers while `bytes` come through the bus.
 static double rocq__bus_bytes(const rocq_ctx *ctx, double bytes) {
     const double bus = ROCQ__BUS_BYTES_PER_US;
     return bytes * ROCQ__MAX(rocq__chip_of(ctx)->bytes_per_us / bus, 1.0);
@@ -20693,8 +20675,8 @@ typedef struct rocq__job {
     uintptr_t scratch;  // device address, 256-byte aligned; 0 while planning
     int64_t used, most; // bytes of it in use, and the most so far
     rocq_result result;
-    rocq__cost cost;    // of the next launch, for the time cap; products and attention, which
-                        // launch parts of themselves, set it; else it is that of the op
+    rocq__cost cost;    // of the next launch, for the time cap: at first the op's cost; an op
+                        // with several launches may set it before each
     const rocq__joined *before; // or NULL
 } rocq__job;
 
@@ -20904,7 +20886,7 @@ static int rocq__k_format(rocq_format format) {
     }
 }
 
-// The same for ROCQ_K_INT8_FORMATS; -1 for a format that has no integer path.
+// Index of a format in ROCQ_K_INT8_FORMATS; -1 for a format that has no integer path.
 static int rocq__k_int8_format(rocq_format format) {
     const int i = rocq__k_format(format) - rocq__k_format(ROCQ_Q4_0);
     const int n = rocq__k_format((rocq_format)ROCQ_K_ID_read) - rocq__k_format(ROCQ_Q4_0) + 1;
@@ -21081,10 +21063,10 @@ static int32_t rocq__matvec_shift(rocq__job *job, const rocq__product *g, int32_
     return k_shift;
 }
 
-// Args of a matvec of products of one x and path, but for those that rocq__matvec_move sets.
-// Returns the number of its blocks. With low, product 0 is t = A x, which the adapters of the other
-// products read. It and they divide K as they would in launches of their own, so the bits are the
-// same.
+// Sets the args of a matvec of products that have one x and one path, except for what
+// rocq__matvec_move sets. Returns the number of its blocks. With low, product 0 is t = A x, which
+// the adapters of the other products read. It and they divide K as they would in launches of their
+// own, so the bits are the same.
 static int64_t rocq__matvec_args(rocq__job *job, const rocq__product *g, int32_t n_products,
                                  const rocq_tensor *x, bool low, rocq_k_matvec_args *args) {
     const int64_t n = x->ne[1], k = x->ne[0];
@@ -21271,20 +21253,20 @@ static rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq__s
     return best;
 }
 
-// The same estimate for the kernels named _lds, with constants fitted to an H200. For each tile, in
-// nanoseconds: `work`, what a step of a block adds to the time of its unit; `step`, the least that
-// a step takes, however few blocks there are; `ends`, what a block takes outside of its loop.
-// Operands that are not in L2 arrive no faster than the bytes of all copies in flight divided by
-// memory's latency (1.9 us). Over 38 shapes of 31 to 50257 rows and columns, the tile
-// that this estimate chooses took 2% longer than the fastest one on average, and 16% at most; where
-// w is decoded, 1.3% and 14% over 43 shapes, with K in at most 8 splits. The constants of the last
-// tile of the forward product were not timed but fitted: the estimates of the other tiles are too
-// short for 14 shapes that were measured, for which the choice so takes 4.5% longer than the best.
+// The kernels named _lds have an estimate of their own, with constants for each tile that are
+// fitted to an H200. In nanoseconds: `work`, what a step of a block adds to the time of its unit;
+// `step`, the least that a step takes, however few blocks there are; `ends`, what a block takes
+// outside of its loop. Operands that are not in L2 arrive no faster than the bytes of all copies in
+// flight divided by memory's latency (1.9 us). Over 38 shapes of 31 to 50257 rows and columns, the
+// tile that this estimate chooses took 2% longer than the fastest one on average, and 16% at most;
+// where w is decoded, 1.3% and 14% over 43 shapes, with K in at most 8 splits. The constants of the
+// last tile of the forward product were not timed but fitted: the estimates of the other tiles are
+// too short for 14 shapes that were measured, so that the choice takes 4.5% longer than the best.
 typedef struct rocq__lds_pace { double work, step, ends; } rocq__lds_pace;
 static const rocq__lds_pace rocq__lds_paces[ROCQ__LDS_HALVES_TILES] = {
     {780.0, 416.0, 4530.0}, {623.0, 383.0, 3680.0}, {272.0, 280.0, 2470.0},
     {286.0, 239.0, 2200.0}, {194.0, 224.0, 1940.0}, {430.0, 380.0, 3000.0}};
-// The same for products of weights of 16 bits, fitted to an H100.
+// Those for products of weights of 16 bits, fitted to an H100.
 static const rocq__lds_pace rocq__lds_forward_paces[ROCQ__LDS_FORWARD_TILES] = {
     {895.0, 895.0, 600.0}, {745.0, 745.0, 600.0}, {387.0, 490.0, 600.0},
     {318.0, 318.0, 1000.0}, {253.0, 432.0, 600.0}, {515.0, 515.0, 650.0},
@@ -21294,6 +21276,9 @@ static const rocq__lds_pace rocq__lds_decoded_paces[ROCQ__LDS_DECODED] = {
 
 // What the estimate has to know about a kind of product, fitted like the paces.
 typedef struct rocq__lds_use {
+    const rocq__lds_tile *tiles; // [n_tiles] to choose from
+    const rocq__lds_pace *paces; // [n_tiles]
+    int32_t n_tiles;
     double merge_ns;   // of the launch that adds up the splits of K,
     double merge_rate; // and bytes of partial sums written and merged in a nanosecond
     double in_l2;      // operands of up to so many bytes are taken to be in L2 before
@@ -21303,14 +21288,21 @@ typedef struct rocq__lds_use {
 // is chosen for the 37 shapes to which they were fitted, 1024 to 28672 rows and 64 to 1024 columns,
 // takes 0.3% longer than the fastest on an H100, and 4% at most. merge_ns and merge_rate are not
 // what a merge takes, but less, since the blocks of a split wait for w beside others.
-static const rocq__lds_use rocq__lds_forward = {300.0, 2200.0, 0.0, 8};
+static const rocq__lds_use rocq__lds_forward = {
+    rocq__lds_tiles, rocq__lds_forward_paces, ROCQ__LDS_FORWARD_TILES, 300.0, 2200.0, 0.0, 8};
 // Weights that are decoded into LDS, or to F16 just before.
-static const rocq__lds_use rocq__lds_decoding = {2000.0, 1700.0, 48e6, 8};
-static const rocq__lds_use rocq__lds_backward = {2000.0, 12240.0, 48e6, 16}; // dx, dw
+static const rocq__lds_use rocq__lds_decoding = {
+    rocq__lds_decoded, rocq__lds_decoded_paces, ROCQ__LDS_DECODED, 2000.0, 1700.0, 48e6, 8};
+static const rocq__lds_use rocq__lds_halves = {
+    rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_HALVES_TILES, 2000.0, 1700.0, 48e6, 8};
+static const rocq__lds_use rocq__lds_backward = { // dx, dw
+    rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES, 2000.0, 12240.0, 48e6, 16};
 
-static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_tile *t,
-                           const rocq__lds_pace *pace, const rocq__site *s, int32_t n_splits,
-                           const rocq__lds_use *use) {
+// The estimate for tile i of use.
+static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_use *use, int32_t i,
+                           const rocq__site *s, int32_t n_splits) {
+    const rocq__lds_tile *t = &use->tiles[i];
+    const rocq__lds_pace *pace = &use->paces[i];
     const double units = chip->n_units, y_bytes = 4.0 * s->m * s->n * s->batch;
     const double blocks = ceil((double)s->m / t->columns) * ceil((double)s->n / t->rows) *
                           s->batch * n_splits;
@@ -21331,24 +21323,22 @@ static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_tile *t,
     return ROCQ__MAX(tiles, bytes * 1e3 / bytes_per_us) + merge + 1e-3 * tiles;
 }
 
-// The best of n_tiles tiles. kernel: a kernel of the backward, which limits them to its own, or -1.
-static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__lds_tile *tiles,
-                                            const rocq__lds_pace *paces, int32_t n_tiles,
-                                            const rocq__site *s, const rocq__lds_use *use,
-                                            int32_t kernel, int32_t *n_splits,
-                                            double *best_ns) {
+// The best tile of use. kernel: a kernel of the backward, which limits them to its own, or -1.
+static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__lds_use *use,
+                                            const rocq__site *s, int32_t kernel,
+                                            int32_t *n_splits, double *best_ns) {
     int32_t best = -1, splits[ROCQ__SPLITS];
     const int32_t n = rocq__tile_splits(s, splits);
-    for (int32_t i = 0; i < n_tiles * n; i++) {
-        if (splits[i % n] > use->most || (kernel >= 0 && tiles[i / n].backward != kernel)) continue;
-        const double ns = rocq__lds_ns(chip, &tiles[i / n], &paces[i / n], s, splits[i % n],
-                                       use);
+    for (int32_t i = 0; i < use->n_tiles * n; i++) {
+        if (splits[i % n] > use->most) continue;
+        if (kernel >= 0 && use->tiles[i / n].backward != kernel) continue;
+        const double ns = rocq__lds_ns(chip, use, i / n, s, splits[i % n]);
         if (best >= 0 && ns >= *best_ns) continue;
         best = i;
         *best_ns = ns;
     }
     *n_splits = splits[best % n];
-    return &tiles[best / n];
+    return &use->tiles[best / n];
 }
 
 // Tiles and splits of dx and dw of matmul_backward, whose tiles have to be of one kernel. The sum
@@ -21362,10 +21352,9 @@ static void rocq__lds_best_pair(const rocq__chip *chip, const rocq__site s[2],
         const rocq__lds_tile *own[2] = {NULL, NULL};
         int32_t splits[2] = {1, 1};
         double ns = 0.0;
-        for (int part = 0; part < 2; part++) {
+        for (int k = 0; k < 2; k++) {
             double one = 0.0;
-            own[part] = rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES,
-                                       &s[part], &rocq__lds_backward, kernel, &splits[part], &one);
+            own[k] = rocq__lds_best(chip, &rocq__lds_backward, &s[k], kernel, &splits[k], &one);
             ns += one;
         }
         if (i > 0 && ns >= best_ns) continue;
@@ -21404,11 +21393,11 @@ static bool rocq__takes_lds(const rocq__chip *chip, const rocq__site *s) {
            (s->m + ROCQ_K_MATMUL_M - 1) / ROCQ_K_MATMUL_M <= chip->n_units / 2;
 }
 
-// Whether w, of a format that is only read, should first be decoded to F16 in scratch memory, of
-// which that may take chip->halves_bytes. If so, *tile and *n_splits become those of F16. ns is
-// what rocq__lds_best estimates for the other way, tiles that decode w; own_ns estimates this way.
-// Both estimates are too low: on an H200 tiles that look codebooks up take 1.4 to 2.1 times ns,
-// those of NVFP4 2.1 to 2.7 times; decoding first and then multiplying takes 1.3 to 1.4 times
+// Whether w, in a format that is only read, should first be decoded to F16, for which there are up
+// to chip->halves_bytes of scratch memory. If so, *tile and *n_splits become what is best for F16.
+// ns is what rocq__lds_best estimates for the other way, tiles that decode w; own_ns estimates
+// this. Both estimates are too low: on an H200 tiles that look codebooks up take 1.4 to 2.1 times
+// ns, those of NVFP4 2.1 to 2.7 times; decoding first and then multiplying takes 1.3 to 1.4 times
 // own_ns. So ns is multiplied by about the quotient of these factors before they are compared.
 enum { ROCQ__HALVES_BYTES = 1 << 27 }; // chip->halves_bytes of all chips
 static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, const rocq__site *s,
@@ -21424,8 +21413,7 @@ static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, con
     }
     site.format = (int32_t)ROCQ_F16;
     const rocq__lds_tile *best =
-        rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_HALVES_TILES, &site,
-                       &rocq__lds_decoding, -1, &splits, &own_ns);
+        rocq__lds_best(chip, &rocq__lds_halves, &site, -1, &splits, &own_ns);
     own_ns += 2000.0 + 1e3 * bytes / chip->bytes_per_us;
     if (own_ns >= (w->format == ROCQ_NVFP4 ? 1.9 : 1.2) * ns) return false;
     *tile = best;
@@ -21433,7 +21421,7 @@ static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, con
     return true;
 }
 
-// w decoded to F16 in scratch memory. The bytes that the product reads are then those.
+// Decodes w to F16 in scratch memory; the cost of the product is then that of reading the F16.
 static rocq_tensor rocq__product_halves(rocq__job *job, const rocq_tensor *w) {
     const rocq_tensor halves = rocq__job_tensor(job, ROCQ_F16, ROCQ_LAYOUT_GGUF, w->ne, w->ne[0]);
     const double count = (double)rocq_tensor_count(w);
@@ -21468,12 +21456,8 @@ static rocq__tiles rocq__tiles_lds(const rocq__chip *chip, const rocq_tensor *w,
     const bool decoded = w->format != ROCQ_F16;
     double ns = 0.0;
     rocq__tiles t;
-    const rocq__lds_tile *tile =
-        decoded ? rocq__lds_best(chip, rocq__lds_decoded, rocq__lds_decoded_paces,
-                                 ROCQ__LDS_DECODED, site, &rocq__lds_decoding, -1, &t.n_splits, &ns)
-                : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_forward_paces,
-                                 ROCQ__LDS_FORWARD_TILES, site, &rocq__lds_forward, -1,
-                                 &t.n_splits, &ns);
+    const rocq__lds_use *use = decoded ? &rocq__lds_decoding : &rocq__lds_forward;
+    const rocq__lds_tile *tile = rocq__lds_best(chip, use, site, -1, &t.n_splits, &ns);
     *halves = decoded && rocq__takes_halves(chip, w, site, ns, &tile, &t.n_splits);
     t.kernel = tile->matmul;
     if (decoded && !*halves) {
@@ -21508,7 +21492,7 @@ static rocq__tiles rocq__tiles_plain(rocq_ctx *ctx, rocq_precision path, rocq_fo
 }
 
 // What one launch of n products costs. A matvec launches each matrix of a batch on its own.
-static rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__product *g, int32_t n) {
+static rocq__cost rocq__product_cost(const rocq__job *job, const rocq__product *g, int32_t n) {
     const bool few = rocq__is_few(g->p->x, g->path);
     const double launches = few ? (double)(g->w.ne[2] * g->w.ne[3]) : 1.0;
     rocq__cost sum = {0.0, 0.0, 0.0};
@@ -21602,7 +21586,7 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, int32_t 
         t = rocq__tiles_lds(chip, w, &site, &decodes_first);
         if (decodes_first && n_products > 1) {
             for (int32_t i = 0; i < n_products; i++) {
-                job->cost = rocq__gemm_cost(job, &g[i], 1);
+                job->cost = rocq__product_cost(job, &g[i], 1);
                 rocq__product_tiles(job, &g[i], 1, x);
             }
             return;
@@ -21656,7 +21640,7 @@ static void rocq__product_finish(rocq__job *job, const rocq__product *g) {
 
 static void rocq__product_launch(rocq__job *job, const rocq__product *g, int32_t n,
                                  const rocq_tensor *x) {
-    job->cost = rocq__gemm_cost(job, g, n);
+    job->cost = rocq__product_cost(job, g, n);
     if (rocq__is_few(x, g->path)) rocq__product_few(job, g, n, x);
     else rocq__product_tiles(job, g, n, x);
     for (int32_t i = 0; i < n; i++) {
@@ -21919,14 +21903,15 @@ enum {
 static const int32_t rocq__head_dims[] = {ROCQ_K_HEAD_DIMS(ROCQ_X, )};
 #undef ROCQ_X
 
-// How long a block takes for a row of K or V, in bytes that it could read meanwhile. A row of a
-// block format takes 1.5 times as long as one of F16, because its codes have to be unpacked.
+// The time that a block of threads needs for a row of K or V, as the number of bytes that it reads
+// in that time where reading is all it does. A row of F32, F16 or BF16 counts its size; a row of
+// codes counts 1.5 times that of F16, because they have to be unpacked.
 static double rocq__attention_row_bytes(int32_t format, int32_t head_dim) {
     const bool plain = rocq__is_plain((rocq_format)format);
     return plain ? (double)rocq__bytes((rocq_format)format, head_dim) : 3.0 * head_dim;
 }
 
-// The same for all of K and V of a KV head.
+// The sum of that over all rows of K and V of a KV head.
 static double rocq__attention_kv_bytes(const rocq__site *s) {
     return s->n * (rocq__attention_row_bytes(s->format, s->k) +
                    rocq__attention_row_bytes(s->format2, s->k));
@@ -21992,7 +21977,7 @@ static rocq__site rocq__attention_site(const rocq_attention_params *p) {
     return site;
 }
 
-// Whether a launch with such tiles is of attention_decode.
+// Whether a launch with tiles of so many columns is one of attention_decode.
 static bool rocq__attention_decodes(const rocq__site *site, int32_t tile) {
     return tile < ROCQ_K_PREFILL_COLUMNS(site->k);
 }
@@ -22028,11 +22013,11 @@ static bool rocq__attention_lds_wide(const rocq__chip *chip, const rocq_attentio
 }
 
 // The threads of a block of the kernels attention_lds for heads up to 256, or 0 where others take
-// this attention. What these do not have is a mask, pages, a Q that is neither F32 nor F16, K or V
-// times H, and plain rows that are not in whole vectors or 16 MB apart. As in the rule for prefill,
-// over half of the columns of a tile must exist. On an H100 they lose where tiles are few, for they
-// are cut into fewer splits than those of attention_decode: they are not taken with fewer than a
-// fifth of the chip's units, unless K and V are short and the head is up to 128. 128 columns a
+// this attention. They support neither a mask, nor pages, nor Q in other formats than F32 and F16,
+// nor K or V times H, nor plain rows that are not whole vectors or are over 16 MB apart. As in the
+// rule for prefill, over half of the columns of a tile must exist. On an H100 they lose where tiles
+// are few, since attention_decode would have more splits: they are not taken with fewer than a
+// fifth as many blocks as units, unless K and V are short and the head is up to 128. 128 columns a
 // block win for heads of 128, from three quarters of the units on, and 64 else.
 static int rocq__attention_lds(const rocq__chip *chip, const rocq_attention_params *p,
                                const rocq__site *site) {
@@ -22521,9 +22506,9 @@ static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
 // conv while it loads x. The launch costs the bytes of reading x and writing the result in F16. The
 // blocks spend about 13 instructions on each element that they load, and load an element several
 // times: patches overlap (one with a halo has 1.4 times the positions of its tile), and each tile
-// of output channels has its own. And conv_lds_128 takes only what is so made, which is worth the
-// copy from 256 channels of y on. The copy may be as large as the largest value of a picture, so
-// for 65 to 255 channels it is made only where the program says that there is memory for it
+// of output channels has its own. Besides, conv_lds_128 reads only such a copy, and is worth it
+// from 256 channels of y on. The copy may be as large as the largest value of a picture, so for 65
+// to 255 channels it is made only where the program says that there is memory for it
 // (most_scratch), and where neither kernel splits K: so that choice changes no order of sums.
 static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
                             const rocq_k_conv_args *args, int64_t used) {
@@ -22548,7 +22533,7 @@ static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
     return (double)rocq__bytes(p->x->format, 1) + 2.0 < faster * loading * chip->bytes_per_us;
 }
 
-// x after the pass, F16 without gaps; args are then those of a conv of that.
+// Launches the pass over x, which gives F16 without gaps, and sets args to a conv of its result.
 static void rocq__job_conv_input(rocq__job *job, const rocq_conv_params *p,
                                  rocq_k_conv_args *args) {
     const rocq_tensor z = rocq__job_tensor(job, ROCQ_F16, ROCQ_LAYOUT_GGUF, p->x->ne, p->x->ne[0]);
@@ -22563,27 +22548,32 @@ static void rocq__job_conv_input(rocq__job *job, const rocq_conv_params *p,
     args->x_scale = 1.0f;
 }
 
+// A kernel named conv_lds and the operands that decide whether launches may overlap.
+typedef struct rocq__conv_launch {
+    int kernel, threads;
+    const rocq_tensor *y, *w;
+} rocq__conv_launch;
+
 // The blocks of conv_lds_64 or conv_lds_16 begin before the launch ahead of theirs has ended, and
-// may copy w at once if that launch does not write it. It is known not to if it is such a kernel
-// with another y. Where a graph begins, or behind a copy, all launches ahead have ended.
-static void rocq__conv_launch_ahead(rocq__job *job, int kernel, int threads, const rocq_tensor *y,
-                                    const rocq_tensor *w, rocq_k_conv_args *args) {
+// may copy w at once if that launch does not write it. It cannot if it is such a kernel with a y
+// apart from w. Where a graph begins, or behind a copy, all launches ahead have ended.
+static void rocq__conv_launch_ahead(rocq__job *job, const rocq__conv_launch *launch,
+                                    rocq_k_conv_args *args) {
     rocq__gpu *gpu = job->ctx->gpu;
     args->w_ahead = gpu->conv_at > 0 && gpu->conv_at == gpu->n_launched &&
-                    !rocq__ranges_cross(gpu->conv_y, rocq__range_of(w));
-    rocq__job_launch(job, kernel, args->n_blocks, 1, threads, args);
+                    !rocq__ranges_cross(gpu->conv_y, rocq__range_of(launch->w));
+    rocq__job_launch(job, launch->kernel, args->n_blocks, 1, launch->threads, args);
     if (job->planning || job->result != ROCQ_OK) return; // nothing was launched
     gpu->conv_ahead = args->w_ahead;
-    gpu->conv_y = rocq__range_of(y);
+    gpu->conv_y = rocq__range_of(launch->y);
     gpu->conv_at = gpu->n_launched;
 }
 
-// Launches a kernel named conv_lds over `tiles` tiles of each of n_phases phases. Its blocks, no
-// more than the chip has units, go from tile to tile, so the time cap cuts tiles, not blocks: into
-// parts that give each unit the same number of them.
-static void rocq__conv_launch_tiles(rocq__job *job, int kernel, int threads, int64_t tiles,
-                                    int64_t n_phases, const rocq_tensor *y, const rocq_tensor *w,
-                                    rocq_k_conv_args *args) {
+// Launches a kernel over `tiles` tiles of each of n_phases phases. Its blocks, no more than the
+// chip has units, go from tile to tile, so the time cap cuts tiles, not blocks: into launches that
+// give each unit the same number of them.
+static void rocq__conv_launch_tiles(rocq__job *job, const rocq__conv_launch *launch, int64_t tiles,
+                                    int64_t n_phases, rocq_k_conv_args *args) {
     const int64_t most = ROCQ__MAX(rocq__chip_of(job->ctx)->n_units / n_phases, 1); // of a phase
     const double cap = job->ctx->desc.dispatch_us;
     int64_t step = tiles;
@@ -22596,10 +22586,10 @@ static void rocq__conv_launch_tiles(rocq__job *job, int kernel, int threads, int
         args->tile0 = (int32_t)tile;
         args->tile_end = (int32_t)ROCQ__MIN(tile + step, tiles);
         args->n_blocks = (int32_t)(n_phases * ROCQ__MIN(args->tile_end - tile, most));
-        if (kernel != ROCQ_K_conv_lds_128) {
-            rocq__conv_launch_ahead(job, kernel, threads, y, w, args);
+        if (launch->kernel != ROCQ_K_conv_lds_128) {
+            rocq__conv_launch_ahead(job, launch, args);
         } else {
-            rocq__job_launch(job, kernel, args->n_blocks, 1, threads, args);
+            rocq__job_launch(job, launch->kernel, args->n_blocks, 1, launch->threads, args);
         }
     }
 }
@@ -22645,12 +22635,12 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     if (pass) rocq__job_conv_input(job, p, &args);
     int64_t tiles = n_kernels * args.tiles_m * args.tiles_x * args.tiles_y;
     const int lds = rocq__conv_lds(chip, p, &args, pass);
+    rocq__conv_launch launch = {lds, 256, p->y, &w};
     if (lds == ROCQ_K_conv_lds_64 || lds == ROCQ_K_conv_lds_16) {
         args.n_splits = 1;
-        const int groups = tiles * frames > chip->n_units ? ROCQ_K_CONV_LDS_GROUPS : 1;
+        launch.threads = tiles * frames > chip->n_units ? 128 * ROCQ_K_CONV_LDS_GROUPS : 128;
         job->cost = cost;
-        rocq__conv_launch_tiles(job, lds, 128 * groups, tiles / n_kernels * frames, n_kernels,
-                                p->y, &w, &args);
+        rocq__conv_launch_tiles(job, &launch, tiles / n_kernels * frames, n_kernels, &args);
         return;
     }
     if (lds == ROCQ_K_conv_lds_128) {
@@ -22675,7 +22665,7 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
                                     : ROCQ_K_conv_f32_16) +
                     (pass || p->x->format != ROCQ_F32);
     if (lds == ROCQ_K_conv_lds_128) {
-        rocq__conv_launch_tiles(job, lds, 256, tiles * args.n_splits * frames, 1, p->y, &w, &args);
+        rocq__conv_launch_tiles(job, &launch, tiles * args.n_splits * frames, 1, &args);
     } else {
         rocq__job_launch(job, any, tiles * args.n_splits, frames, 128, &args);
     }
@@ -23160,8 +23150,9 @@ static bool rocq__backward_lds(const rocq_ctx *ctx, const rocq_tensor *b, rocq_f
     return rocq__chip_of(ctx)->lds_tiles && operands == ROCQ_F16 && rocq__is_plain(b->format);
 }
 
-// x as the kernels read it, 16 bytes at a time, or a copy of it. If a row does not end at such a
-// multiple, it is copied to one that does, unless they read nothing past its end (exact).
+// x itself if the kernels can read it as it is, else a copy. They read 16 bytes at a time, so in
+// the copy each row is padded to a multiple of 8 elements. exact: the kernels read nothing past the
+// end of a row, so x needs no such padding.
 static rocq_tensor rocq__backward_operand(rocq__job *job, const rocq_tensor *x, rocq_format to,
                                           bool exact) {
     rocq_tensor whole = *x;
@@ -23173,7 +23164,7 @@ static rocq_tensor rocq__backward_operand(rocq__job *job, const rocq_tensor *x, 
     return t;
 }
 
-// The part of a launch that is dx, or dw, but for its tiles, and the site that they are chosen by.
+// The args of dx, or of dw, in a launch, without its tiles, and the site by which those are chosen.
 // dy has the format that the kernels read.
 static rocq_k_backward_part rocq__backward_part(rocq__job *job,
                                                 const rocq_matmul_backward_params *p, bool of_dw,
@@ -23254,8 +23245,8 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
         if (!lds) {
             n_splits[i] = rocq__tiles_best(chip, &site[i], &only, 1, ROCQ__TILE_SPLIT).n_splits;
         } else {
-            tile[i] = rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES,
-                                     &site[i], &rocq__lds_backward, -1, &n_splits[i], &ns);
+            tile[i] =
+                rocq__lds_best(chip, &rocq__lds_backward, &site[i], -1, &n_splits[i], &ns);
         }
     }
     if (lds && p->dx && p->dw) {
@@ -23277,7 +23268,7 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
         steps[i] = part->n_r / n_splits[i];
         if (n_splits[i] == 1) continue;
         const int64_t ne[4] = {part->n_k, n_splits[i], part->n_rows, 1};
-        const int64_t db_ne[4] = {part->n_rows, n_splits[i], 1, 1}; // behind them, for those of db
+        const int64_t db_ne[4] = {part->n_rows, n_splits[i], 1, 1}; // behind them, sums for db
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
         rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, db_ne, db_ne[0]);
         part->work = (float *)rocq__device_data(&work);
@@ -23648,6 +23639,7 @@ enum {
     ROCQ__BIT_I8 = 1024,
     ROCQ__HADAMARD = 2048, // Q8_0 and Q4_0 may also be in that layout
     ROCQ__INTERLEAVED = 4096, // on the CPU, a matrix may also be in that layout
+    ROCQ__COUNTED = 8192, // its elements are the op's flops, see rocq__count_flops
     ROCQ__FLOAT = ROCQ__BIT_F32 | ROCQ__BIT_F16,
     ROCQ__PLAIN = ROCQ__BIT_F32 | ROCQ__BIT_F16 | ROCQ__BIT_BF16,
     ROCQ__WEIGHTS = ROCQ__ANY | ROCQ__PLANAR | ROCQ__INTERLEAVED,
@@ -23700,6 +23692,39 @@ static bool rocq__self_overlap(const rocq_tensor *t) {
         reach += (t->ne[next] - 1) * t->stride[next];
     }
     return false;
+}
+
+// Checks that an operand may have the layout that it has, and that its rows and format suit it.
+// elems: of a block.
+static rocq_result rocq__check_layout(rocq_ctx *ctx, const char *op, const char *name,
+                                      const rocq_tensor *t, int accept, bool on_gpu,
+                                      int64_t elems) {
+    if (t->layout == ROCQ_LAYOUT_PLANAR) {
+        if (!on_gpu || !(accept & ROCQ__PLANAR) || elems == 1) {
+            return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s cannot be planar%s", op, name,
+                              on_gpu ? "" : " on the CPU");
+        }
+        if (!rocq_tensor_contiguous(t)) {
+            return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %s is planar and has gaps", op, name);
+        }
+    }
+    if (t->layout == ROCQ_LAYOUT_INTERLEAVED) {
+        if (on_gpu || !(accept & ROCQ__INTERLEAVED) || !rocq__interleaves(t->format)) {
+            return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s in %s cannot be interleaved%s", op,
+                              name, rocq_format_name(t->format), on_gpu ? " on a GPU" : "");
+        }
+        if (!rocq_tensor_contiguous(t) || t->ne[1] % ROCQ__SIDE_BY_SIDE != 0) {
+            return rocq__fail(ctx, ROCQ_E_SHAPE,
+                              "%s: %s is interleaved and has gaps, or %lld rows, no multiple of 16",
+                              op, name, (long long)t->ne[1]);
+        }
+    }
+    if (rocq__is_hadamard(t) && (!(accept & ROCQ__HADAMARD) ||
+                                 (t->format != ROCQ_Q8_0 && t->format != ROCQ_Q4_0))) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s in %s cannot be in layout HADAMARD", op,
+                          name, rocq_format_name(t->format));
+    }
+    return ROCQ_OK;
 }
 
 // Checks one operand: that it is present (unless optional), of an accepted format, of whole blocks,
@@ -23758,32 +23783,8 @@ static rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char 
             }
         }
     }
-    if (t->layout == ROCQ_LAYOUT_PLANAR) {
-        if (!on_gpu || !(accept & ROCQ__PLANAR) || elems == 1) {
-            return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s cannot be planar%s", op, name,
-                              on_gpu ? "" : " on the CPU");
-        }
-        if (!rocq_tensor_contiguous(t)) {
-            return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %s is planar and has gaps", op, name);
-        }
-        align = 16;
-    }
-    if (t->layout == ROCQ_LAYOUT_INTERLEAVED) {
-        if (on_gpu || !(accept & ROCQ__INTERLEAVED) || !rocq__interleaves(t->format)) {
-            return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s in %s cannot be interleaved%s", op,
-                              name, rocq_format_name(t->format), on_gpu ? " on a GPU" : "");
-        }
-        if (!rocq_tensor_contiguous(t) || t->ne[1] % ROCQ__SIDE_BY_SIDE != 0) {
-            return rocq__fail(ctx, ROCQ_E_SHAPE,
-                              "%s: %s is interleaved and has gaps, or %lld rows, no multiple of 16",
-                              op, name, (long long)t->ne[1]);
-        }
-    }
-    if (rocq__is_hadamard(t) && (!(accept & ROCQ__HADAMARD) ||
-                                 (t->format != ROCQ_Q8_0 && t->format != ROCQ_Q4_0))) {
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s in %s cannot be in layout HADAMARD", op,
-                          name, rocq_format_name(t->format));
-    }
+    ROCQ__TRY(rocq__check_layout(ctx, op, name, t, accept, on_gpu, elems));
+    if (t->layout == ROCQ_LAYOUT_PLANAR) align = 16;
     if ((rocq__address(t) & (uint64_t)(align - 1)) != 0) {
         return rocq__fail(ctx, ROCQ_E_ALIGNMENT, "%s: %s must start at a multiple of %d bytes", op,
                           name, (int)align);
@@ -23857,10 +23858,10 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(ROPE, IN_PLACE, x, "dhn", ROCQ__FLOAT)
     ROCQ_X(ROPE, INDEX, pos, "n", ROCQ__BIT_I32)
     ROCQ_X(ROPE, KEPT, rope.freq_factors, ".", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
-    ROCQ_X(ROPE_APPEND, OUT, q, "dhn", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(ROPE_APPEND, OUT, q, "dhn", ROCQ__BIT_F32 | ROCQ__OPTIONAL | ROCQ__COUNTED)
     ROCQ_X(ROPE_APPEND, OUT, k_cache, "dgp", ROCQ__KV)
     ROCQ_X(ROPE_APPEND, OUT, v_cache, "dgp", ROCQ__KV)
-    ROCQ_X(ROPE_APPEND, IN, k, "dgn", ROCQ__BIT_F32)
+    ROCQ_X(ROPE_APPEND, IN, k, "dgn", ROCQ__BIT_F32 | ROCQ__COUNTED)
     ROCQ_X(ROPE_APPEND, IN, v, "dgn", ROCQ__BIT_F32)
     ROCQ_X(ROPE_APPEND, INDEX, pos, "n", ROCQ__BIT_I32)
     ROCQ_X(ROPE_APPEND, INDEX, cell, "n", ROCQ__BIT_I32 | ROCQ__OPTIONAL)
@@ -23887,15 +23888,15 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(GATHER, KEPT, table, "kr", ROCQ__WEIGHTS)
     ROCQ_X(GATHER, INDEX, ids, "n", ROCQ__BIT_I32)
     ROCQ_X(ARGMAX, OUT, index, "n", ROCQ__BIT_I32)
-    ROCQ_X(ARGMAX, IN, x, "kn", ROCQ__BIT_F32)
+    ROCQ_X(ARGMAX, IN, x, "kn", ROCQ__BIT_F32 | ROCQ__COUNTED)
     ROCQ_X(SAMPLE, OUT, token, "1", ROCQ__BIT_I32)
     ROCQ_X(SAMPLE, OUT, prob, "1", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
-    ROCQ_X(SAMPLE, IN, logits, "v", ROCQ__BIT_F32)
+    ROCQ_X(SAMPLE, IN, logits, "v", ROCQ__BIT_F32 | ROCQ__COUNTED)
     ROCQ_X(SAMPLE, INDEX, recent, ".", ROCQ__BIT_I32 | ROCQ__OPTIONAL)
     ROCQ_X(SAMPLE, INDEX, allowed, ".", ROCQ__BIT_I32 | ROCQ__OPTIONAL)
     ROCQ_X(ROUTE, OUT, ids, "sn", ROCQ__BIT_I32)
     ROCQ_X(ROUTE, OUT, weights, "sn", ROCQ__BIT_F32)
-    ROCQ_X(ROUTE, IN, logits, "en", ROCQ__BIT_F32)
+    ROCQ_X(ROUTE, IN, logits, "en", ROCQ__BIT_F32 | ROCQ__COUNTED)
     ROCQ_X(ROUTE, KEPT, bias, "e", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(ROUTE, KEPT, expert_scale, "e", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(EXPERTS, OUT, y, "muv", ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
@@ -23935,7 +23936,7 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(CONV, KEPT, norm_bias, "c", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(NORM_STATS, OUT, stats, "....", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(NORM_STATS, OUT, moments, "....", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
-    ROCQ_X(NORM_STATS, IN, x, "cwhf", ROCQ__PLAIN)
+    ROCQ_X(NORM_STATS, IN, x, "cwhf", ROCQ__PLAIN | ROCQ__COUNTED)
     ROCQ_X(RESIZE, OUT, y, "cpqf", ROCQ__PLAIN)
     ROCQ_X(RESIZE, IN, x, "cwhf", ROCQ__PLAIN)
     ROCQ_X(PIXELS, OUT, y, ".whf", ROCQ__BIT_I8)
@@ -23977,16 +23978,16 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(GLU_BACKWARD, IN_PLACE, gate, "knbc", ROCQ__FLOAT)
     ROCQ_X(GLU_BACKWARD, IN, up, "knbc", ROCQ__FLOAT)
     ROCQ_X(GATHER_BACKWARD, OUT, dtable, "kr", ROCQ__BIT_F32)
-    ROCQ_X(GATHER_BACKWARD, IN, dy, "kn", ROCQ__FLOAT)
+    ROCQ_X(GATHER_BACKWARD, IN, dy, "kn", ROCQ__FLOAT | ROCQ__COUNTED)
     ROCQ_X(GATHER_BACKWARD, INDEX, ids, "n", ROCQ__BIT_I32)
     ROCQ_X(CROSS_ENTROPY, OUT, dlogits, "vn", ROCQ__FLOAT | ROCQ__OPTIONAL)
     ROCQ_X(CROSS_ENTROPY, OUT, loss, "n", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
-    ROCQ_X(CROSS_ENTROPY, IN_PLACE, logits, "vn", ROCQ__FLOAT)
+    ROCQ_X(CROSS_ENTROPY, IN_PLACE, logits, "vn", ROCQ__FLOAT | ROCQ__COUNTED)
     ROCQ_X(CROSS_ENTROPY, INDEX, targets, "n", ROCQ__BIT_I32)
     ROCQ_X(CROSS_ENTROPY, IN, weights, "n", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(CROSS_ENTROPY, IN, scale, "1", ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(GRAD_NORM, OUT, state, ".", ROCQ__BIT_F32)
-    ROCQ_X(GRAD_NORM, IN, g, ".", ROCQ__BIT_F32)
+    ROCQ_X(GRAD_NORM, IN, g, ".", ROCQ__BIT_F32 | ROCQ__COUNTED)
     ROCQ_X(ADAMW, OUT, w, "n", ROCQ__BIT_F32)
     ROCQ_X(ADAMW, OUT, w16, "n", ROCQ__BIT_F16 | ROCQ__BIT_BF16 | ROCQ__OPTIONAL)
     ROCQ_X(ADAMW, OUT, m, "n", ROCQ__BIT_F32 | ROCQ__BIT_I8)
@@ -24019,6 +24020,13 @@ static const void *rocq__next_params(rocq_op op, const void *params) {
     return op == ROCQ_OP_MATMUL ? ((const rocq_matmul_params *)params)->next : NULL;
 }
 
+static rocq_result rocq__check_size(rocq_ctx *ctx, const char *op, const char *name,
+                                    const rocq_tensor *t, int d, int64_t want) {
+    if (t->ne[d] == want) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %s has %lld elements in dimension %d, expected %lld",
+                      op, name, (long long)t->ne[d], d, (long long)want);
+}
+
 // Checks the sizes of an operand against its shape. sizes[i] is the size that the i-th letter has
 // had in the operands before, 0 if none of them has it; this operand's new letters are added.
 static rocq_result rocq__check_letters(rocq_ctx *ctx, const char *op_name, const rocq__operand *o,
@@ -24030,11 +24038,7 @@ static rocq_result rocq__check_letters(rocq_ctx *ctx, const char *op_name, const
         int64_t *size = c >= 'a' ? &sizes[c - 'a'] : repeated ? &sizes[c - 'A'] : NULL;
         if (c == '.' || (repeated && (*size == 0 || t->ne[d] == 1))) continue;
         if (size && *size == 0) *size = t->ne[d];
-        const int64_t want = size ? *size : c - '0';
-        if (t->ne[d] == want) continue;
-        return rocq__fail(ctx, ROCQ_E_SHAPE,
-                          "%s: %s has %lld elements in dimension %d, expected %lld", op_name,
-                          o->name, (long long)t->ne[d], d, (long long)want);
+        ROCQ__TRY(rocq__check_size(ctx, op_name, o->name, t, d, size ? *size : c - '0'));
     }
     return ROCQ_OK;
 }
@@ -24061,18 +24065,18 @@ static rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, rocq
 // -- ops --
 // Each op has a function rocq__check_NAME, see rocq__op_NAME. op: the op's name in messages.
 
+typedef struct rocq__sizes { int64_t ne[4]; } rocq__sizes;
+
+static inline rocq__sizes rocq__sizes_of(int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3) {
+    const rocq__sizes sizes = {{ne0, ne1, ne2, ne3}};
+    return sizes;
+}
+
 // Checks the sizes of an operand, unless it is NULL. -1: any size.
 static rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char *name,
-                                     const rocq_tensor *t, int64_t ne0, int64_t ne1, int64_t ne2,
-                                     int64_t ne3) {
-    const int64_t want[4] = {ne0, ne1, ne2, ne3};
-    if (!t) return ROCQ_OK;
-    for (int d = 0; d < 4; d++) {
-        if (want[d] >= 0 && t->ne[d] != want[d]) {
-            return rocq__fail(ctx, ROCQ_E_SHAPE,
-                              "%s: %s has %lld elements in dimension %d, expected %lld", op, name,
-                              (long long)t->ne[d], d, (long long)want[d]);
-        }
+                                     const rocq_tensor *t, rocq__sizes want) {
+    for (int d = 0; t && d < 4; d++) {
+        if (want.ne[d] >= 0) ROCQ__TRY(rocq__check_size(ctx, op, name, t, d, want.ne[d]));
     }
     return ROCQ_OK;
 }
@@ -24098,10 +24102,21 @@ static rocq_result rocq__check_precision(rocq_ctx *ctx, const char *op, rocq_pre
     return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: unknown precision %d", op, (int)precision);
 }
 
+// Fails if INT8 is asked for and w, unless it is NULL, is in a format that has none.
+static rocq_result rocq__check_int8(rocq_ctx *ctx, const char *op, rocq_precision precision,
+                                    const rocq_tensor *w) {
+    if (!w || rocq__asked(ctx, precision) != ROCQ_PRECISION_INT8 ||
+        rocq__is_coded(ROCQ_BACKEND_CPU, w->format)) {
+        return ROCQ_OK;
+    }
+    return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: format %s has no INT8 path", op,
+                      rocq_format_name(w->format));
+}
+
 // The functions below check what an op demands beyond rocq__check_operands, which has run before.
 // Each macro checks one field of p and gives a rocq_result.
 #define ROCQ__SHAPE(name, ne0, ne1, ne2, ne3) \
-    rocq__check_shape(ctx, op, #name, p->name, ne0, ne1, ne2, ne3)
+    rocq__check_shape(ctx, op, #name, p->name, rocq__sizes_of(ne0, ne1, ne2, ne3))
 #define ROCQ__RANGE(name, low, high) rocq__check_range(ctx, op, #name, p->name, low, high)
 
 static rocq_result rocq__check_none(rocq_ctx *ctx, const char *op, const void *params) {
@@ -24141,16 +24156,8 @@ static rocq_result rocq__check_product(rocq_ctx *ctx, const char *op,
     ROCQ__TRY(ROCQ__RANGE(softcap, 0.0f, FLT_MAX));
     ROCQ__TRY(rocq__check_precision(ctx, op, p->precision));
     ROCQ__TRY(rocq__check_lora(ctx, op, p));
-    for (int i = 0; i < 2; i++) {
-        const rocq_tensor *w = i == 0 ? p->w : p->w2;
-        if (!w || rocq__asked(ctx, p->precision) != ROCQ_PRECISION_INT8 ||
-            rocq__is_coded(ROCQ_BACKEND_CPU, w->format)) {
-            continue;
-        }
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "matmul: format %s has no INT8 path",
-                          rocq_format_name(w->format));
-    }
-    return ROCQ_OK;
+    ROCQ__TRY(rocq__check_int8(ctx, op, p->precision, p->w));
+    return rocq__check_int8(ctx, op, p->precision, p->w2);
 }
 
 // Whether both tensors have the same address, format, layout, sizes and strides.
@@ -24214,17 +24221,12 @@ static rocq_result rocq__check_attention(rocq_ctx *ctx, const char *op, const vo
     return ROCQ_OK;
 }
 
-static rocq_result rocq__check_norm(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_norm_params *p = (const rocq_norm_params *)params;
-    return ROCQ__RANGE(eps, 0.0f, FLT_MAX);
-}
-
 static rocq_result rocq__check_rmsnorm(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_norm_params *p = (const rocq_norm_params *)params;
     if (p->bias || p->mean) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "rmsnorm: has no %s", p->bias ? "bias" : "mean");
     }
-    return rocq__check_norm(ctx, op, p);
+    return ROCQ__RANGE(eps, 0.0f, FLT_MAX);
 }
 
 // head_dim is what n_dims = 0 stands for.
@@ -24251,30 +24253,24 @@ static rocq_result rocq__check_rope_config(rocq_ctx *ctx, const char *op,
     return ROCQ__SHAPE(freq_factors, n_dims / 2, 1, 1, 1);
 }
 
-static rocq_result rocq__check_rope(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_rope_params *p = (const rocq_rope_params *)params;
-    return rocq__check_rope_config(ctx, op, &p->rope, p->x->ne[0]);
-}
-
-static rocq_result rocq__check_rope_append(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
-    return rocq__check_rope_config(ctx, op, &p->rope, p->k->ne[0]);
-}
-
-static rocq_result rocq__check_activate(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_activate_params *p = (const rocq_activate_params *)params;
-    return rocq__check_activation(ctx, op, p->activation);
-}
-
-static rocq_result rocq__check_glu(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_glu_params *p = (const rocq_glu_params *)params;
-    return rocq__check_activation(ctx, op, p->activation);
-}
-
-static rocq_result rocq__check_scale(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_scale_params *p = (const rocq_scale_params *)params;
-    return rocq__check_activation(ctx, op, p->activation);
-}
+// Ops of which one thing is checked.
+#define ROCQ_X(NAME, name, check)                                                              \
+    static rocq_result rocq__check_##name(rocq_ctx *ctx, const char *op, const void *params) { \
+        const rocq__##NAME##_params *p = (const rocq__##NAME##_params *)params;                \
+        return check;                                                                          \
+    }
+ROCQ_X(LAYERNORM, layernorm, ROCQ__RANGE(eps, 0.0f, FLT_MAX))
+ROCQ_X(ROPE, rope, rocq__check_rope_config(ctx, op, &p->rope, p->x->ne[0]))
+ROCQ_X(ROPE_APPEND, rope_append, rocq__check_rope_config(ctx, op, &p->rope, p->k->ne[0]))
+ROCQ_X(ACTIVATE, activate, rocq__check_activation(ctx, op, p->activation))
+ROCQ_X(GLU, glu, rocq__check_activation(ctx, op, p->activation))
+ROCQ_X(SCALE, scale, rocq__check_activation(ctx, op, p->activation))
+ROCQ_X(SOFTMAX, softmax, ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX))
+ROCQ_X(GATHER, gather, ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX))
+ROCQ_X(ACTIVATE_BACKWARD, activate_backward, rocq__check_activation(ctx, op, p->activation))
+ROCQ_X(GLU_BACKWARD, glu_backward, rocq__check_activation(ctx, op, p->activation))
+ROCQ_X(GATHER_BACKWARD, gather_backward, ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX))
+#undef ROCQ_X
 
 static rocq_result rocq__check_cast(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_cast_params *p = (const rocq_cast_params *)params;
@@ -24284,16 +24280,6 @@ static rocq_result rocq__check_cast(rocq_ctx *ctx, const char *op, const void *p
                                  &elems, &bytes));
     if (p->y->format == p->x->format) return ROCQ_OK;
     return rocq__check_encoded(ctx, op, "y", p->y->format);
-}
-
-static rocq_result rocq__check_softmax(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_softmax_params *p = (const rocq_softmax_params *)params;
-    return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
-}
-
-static rocq_result rocq__check_gather(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_gather_params *p = (const rocq_gather_params *)params;
-    return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
 }
 
 static rocq_result rocq__check_argmax(rocq_ctx *ctx, const char *op, const void *params) {
@@ -24375,16 +24361,8 @@ static rocq_result rocq__check_experts(rocq_ctx *ctx, const char *op, const void
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "experts: %lld slots of %lld tokens, %lld experts",
                           (long long)n_slots, (long long)n, (long long)n_experts);
     }
-    for (int i = 0; i < 2; i++) {
-        const rocq_tensor *w = i == 0 ? p->w : p->w2;
-        if (!w || rocq__asked(ctx, p->precision) != ROCQ_PRECISION_INT8 ||
-            rocq__is_coded(ROCQ_BACKEND_CPU, w->format)) {
-            continue;
-        }
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "experts: format %s has no INT8 path",
-                          rocq_format_name(w->format));
-    }
-    return ROCQ_OK;
+    ROCQ__TRY(rocq__check_int8(ctx, op, p->precision, p->w));
+    return rocq__check_int8(ctx, op, p->precision, p->w2);
 }
 
 static rocq_result rocq__check_shortconv(rocq_ctx *ctx, const char *op, const void *params) {
@@ -24550,24 +24528,6 @@ static rocq_result rocq__check_attention_backward(rocq_ctx *ctx, const char *op,
     const rocq_attention_backward_params *p = (const rocq_attention_backward_params *)params;
     const rocq_attention_params forward = rocq__attention_forward(p);
     return rocq__check_attention(ctx, op, &forward);
-}
-
-// activate_backward, glu_backward, gather_backward
-
-static rocq_result rocq__check_activate_backward(rocq_ctx *ctx, const char *op,
-                                                 const void *params) {
-    const rocq_activate_backward_params *p = (const rocq_activate_backward_params *)params;
-    return rocq__check_activation(ctx, op, p->activation);
-}
-
-static rocq_result rocq__check_glu_backward(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_glu_backward_params *p = (const rocq_glu_backward_params *)params;
-    return rocq__check_activation(ctx, op, p->activation);
-}
-
-static rocq_result rocq__check_gather_backward(rocq_ctx *ctx, const char *op, const void *params) {
-    const rocq_gather_backward_params *p = (const rocq_gather_backward_params *)params;
-    return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
 }
 
 // cross_entropy, grad_norm, adamw
@@ -24808,14 +24768,14 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
     } else if (op == ROCQ_OP_ATTENTION) {
         const rocq_attention_params *p = (const rocq_attention_params *)params;
         if (t == p->k || t == p->v) return positions * (double)(t->ne[0] * t->ne[1]);
-    } else if (op == ROCQ_OP_EXPERTS) { // of weights those of the experts that may be chosen
+    } else if (op == ROCQ_OP_EXPERTS) { // weights only of experts that may be chosen
         const rocq_experts_params *p = (const rocq_experts_params *)params;
         const double chosen = ROCQ__MIN(rocq__elems(p->ids) / (double)p->w->ne[2], 1.0);
         if (t == p->w || t == p->w2 || t == p->bias || t == p->bias2) {
             return chosen * rocq__elems(t);
         }
         if (t == p->w_kept || t == p->w2_kept) return 0.0; // in place of as much of w and w2
-    } else if (op == ROCQ_OP_SHORTCONV) { // of the state what is read, and what is written
+    } else if (op == ROCQ_OP_SHORTCONV) { // columns of the state that are read, or written
         const rocq_shortconv_params *p = (const rocq_shortconv_params *)params;
         if (t == p->state) {
             const int64_t columns = p->w->ne[0] - 1 + ROCQ__MIN(p->y->ne[1], t->ne[1]);
@@ -24845,12 +24805,12 @@ static double rocq__bytes_moved(rocq_op op, const void *params, const rocq_tenso
     return rocq__elems_moved(op, params, t, positions) * (double)bytes / (double)elems;
 }
 
-// Sets the flops of an op, and those of them that are on the matrix unit (cost->matrix). Flops are
-// two for each weight and column of a product, as often as it has gradients in the backward;
-// four for each element of q and position it meets in attention, ten in its backward; seven for
-// each token and element of a delta net's state; else one for each element of the output, or of the
-// input where the output is an index. positions: those of K and V that attention reads. Returns
-// false where only the GPU knows the lengths.
+// Sets the flops of an op, and how many of them the matrix unit does (cost->matrix). Flops are two
+// for each weight and column of a product, as often as it has gradients in the backward; four for
+// each element of q and position it meets in attention, ten in its backward; seven for each token
+// and element of a delta net's state; else one for each element of the first operand that is
+// COUNTED, or of the output if none is. positions: of K and V, that attention reads. Returns false
+// where only the GPU knows the lengths.
 static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *params,
                               rocq__cost *cost, double *positions) {
     double scores;
@@ -24905,26 +24865,15 @@ static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *param
     } else if (op == ROCQ_OP_DELTA_NET) {
         const rocq_delta_net_params *p = (const rocq_delta_net_params *)params;
         cost->flops = 7.0 * rocq__elems(p->v) * (double)p->k->ne[0];
-    } else if (op == ROCQ_OP_ROUTE) {
-        cost->flops = rocq__elems(((const rocq_route_params *)params)->logits);
-    } else if (op == ROCQ_OP_NORM_STATS) {
-        cost->flops = rocq__elems(((const rocq_norm_stats_params *)params)->x);
-    } else if (op == ROCQ_OP_ARGMAX) {
-        cost->flops = rocq__elems(((const rocq_argmax_params *)params)->x);
-    } else if (op == ROCQ_OP_SAMPLE) {
-        cost->flops = rocq__elems(((const rocq_sample_params *)params)->logits);
-    } else if (op == ROCQ_OP_GATHER_BACKWARD) {
-        cost->flops = rocq__elems(((const rocq_gather_backward_params *)params)->dy);
-    } else if (op == ROCQ_OP_CROSS_ENTROPY) {
-        cost->flops = rocq__elems(((const rocq_cross_entropy_params *)params)->logits);
-    } else if (op == ROCQ_OP_GRAD_NORM) {
-        cost->flops = rocq__elems(((const rocq_grad_norm_params *)params)->g);
-    } else if (op == ROCQ_OP_ROPE_APPEND) {
-        const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
-        cost->flops = rocq__elems(p->q ? p->q : p->k);
     } else {
-        const int32_t begin = rocq__operands_begin(op, &end);
-        cost->flops = rocq__elems(rocq__operand_of(params, &rocq__operands[begin]));
+        const int32_t first = rocq__operands_begin(op, &end);
+        int32_t i = first;
+        while (i < end && !((rocq__operands[i].accept & ROCQ__COUNTED) &&
+                            rocq__operand_of(params, &rocq__operands[i]))) {
+            i++;
+        }
+        const rocq__operand *counted = &rocq__operands[i < end ? i : first];
+        cost->flops = rocq__elems(rocq__operand_of(params, counted));
     }
     return true;
 }
@@ -24997,7 +24946,7 @@ typedef struct rocq__op {
 ROCQ_X(MATMUL, matmul, matmul, matmul, matmul, matmul)
 ROCQ_X(ATTENTION, attention, attention, attention, attention, attention)
 ROCQ_X(RMSNORM, rmsnorm, rmsnorm, none, norm, norm)
-ROCQ_X(LAYERNORM, layernorm, norm, none, norm, norm)
+ROCQ_X(LAYERNORM, layernorm, layernorm, none, norm, norm)
 ROCQ_X(ROPE, rope, rope, rope, rope, rope)
 ROCQ_X(ROPE_APPEND, rope_append, rope_append, rope_append, rope_append, rope_append)
 ROCQ_X(ACTIVATE, activate, activate, none, map, map)
@@ -25404,8 +25353,8 @@ static rocq_result rocq__run_op(rocq_ctx *ctx, const rocq__op *op, const void *p
 
 // -- graphs --
 
-// Fails for a call that can be neither recorded nor planned (a copy, a sync, another graph) while
-// ops are: it would run at once, but the ops around it at a later replay, or never.
+// Fails for a call that can be neither recorded nor planned (a copy, a sync, another graph), while
+// ops are recorded or planned: it would run at once, but the ops around it only at a replay.
 static rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
     if (!ctx->recording && !ctx->plan_bytes) return ROCQ_OK;
     return rocq__fail(
@@ -25493,11 +25442,11 @@ static bool rocq__low_takes(const rocq_tensor *w) {
     return false;
 }
 
-// The product of an adapter's A and x into products of that x whose adapters read it, for one
-// column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch. Of the
-// epilogue's parts A's product may have a gate in F32 and no other. Blocks load gate, residual and
-// bias before they wait for that product, and one that waits in vain computes it again: so none of
-// the three may overlap its y, nor may its own gate.
+// Joins the product of an adapter's A and x with the products of that x whose adapters read it, for
+// one column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch. The
+// epilogue of A's product may have a gate in F32 and nothing else. Blocks load gate, residual and
+// bias before they wait for that product, and one that waits in vain computes it again: so neither
+// the three nor its own gate may overlap its y.
 static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
     const rocq__node *next = node->next;
     if (!next || next->op->id != ROCQ_OP_MATMUL) return false;
@@ -25945,7 +25894,7 @@ static rocq_result rocq__graph_submit(rocq_ctx *ctx, rocq_graph *graph, const ro
     return ROCQ_OK;
 }
 
-// The same, as a region of the profile if that is on.
+// Runs or submits those ops, as a region of the profile if that is on.
 static rocq_result rocq__graph_replay(rocq_ctx *ctx, rocq_graph *graph, const rocq__node *first,
                                       const rocq__node *end) {
 #if ROCQ__HAS_PROFILE
@@ -26107,11 +26056,12 @@ static void rocq__graph_delete(rocq_ctx *ctx, rocq_graph *graph) {
 // ---------------------------------------------------------------------------------------------
 // A pool takes slabs from its context, cuts each into blocks of one size class, and keeps the free
 // blocks of a class in a list; a large block is a slab of its own. Blocks have descriptors in host
-// memory (pool->blocks), because the host cannot write into device memory; those of a slab that is
-// given back serve another. The ticket of a buffer is the index of its block's descriptor and, in
-// the high half, the block's generation, which alloc and free each increment: it is odd while the
-// block is handed out. So free finds the block without a search, and refuses a copy of a buffer
-// that has been freed, until after 2^31 uses of the block the generation comes round.
+// memory (pool->blocks), because the host cannot write into device memory; the descriptors of a
+// slab that is given back are used again. The ticket of a buffer is the index of its block's
+// descriptor and, in the high half, the block's generation, which alloc and free each increment: it
+// is odd while the block is handed out. So free finds the block without a search, and refuses a
+// copy of a buffer that has been freed, until after 2^31 uses of the block the generation comes
+// round.
 
 enum {
     ROCQ__SLAB_FIRST = 65536, // bytes of a class's first slab
@@ -27024,8 +26974,8 @@ static rocq_result rocq__kv_check(const rocq_kv *kv, const char *call, int32_t s
                       (int)kv->desc.n_seqs);
 }
 
-// The same for calls that may run ops. They can be cancelled here, but not between their ops: a
-// move that stops halfway would leave neither the old sequence nor the new one.
+// rocq__kv_check for calls that may run ops. They can be cancelled here, but not between their ops:
+// a move that stops halfway would leave neither the old sequence nor the new one.
 static rocq_result rocq__kv_begin(const rocq_kv *kv, const char *call, int32_t seq) {
     ROCQ__TRY(rocq__kv_check(kv, call, seq));
     ROCQ__TRY(rocq__not_recording(kv->ctx, call));
@@ -28496,8 +28446,8 @@ static void rocq__conv_reorder(float *to, const float *from, int64_t n, int64_t 
     for (int64_t i = 0; i < n; i++) to[i % taps * (n / taps) + i / taps] = from[i];
 }
 
-// The same for kernel (x, y) of folded weights, x and y as in rocq__conv_phase: of 3 x 3 taps those
-// that read the same position are added up.
+// Reorders a row for kernel (x, y) of folded weights, x and y as in rocq__conv_phase: those of the
+// 3 x 3 taps that read the same position are added up.
 static void rocq__conv_fold(float *to, const float *from, int64_t n, int64_t taps, int64_t x,
                             int64_t y) {
     const int64_t c = n / taps;
@@ -28932,11 +28882,10 @@ struct rocq__profile {
     rocq__inside inside[ROCQ__DEPTH];
     int64_t dropped, dropped_gpu, dropped_spans;
 
-    // Sampling. Inside a region that decides for all that is inside it, root is its depth + 1, else
-    // 0. weight: that of the events that begin now, or 0 while such a region is skipped.
+    // Sampling.
     bool limited;     // calls may be skipped, as desc.cost is less than 1
-    int32_t root;
-    int64_t weight;
+    int32_t root;     // depth + 1 of the region that is measured or skipped as a whole, 0: none
+    int64_t weight;   // of the events that begin now, 0 while the region at root is skipped
     double full_ns;   // what measuring every call would have cost since since_ns
     int64_t since_ns;
     double marks_ns;  // what a pair of marks costs
@@ -29119,7 +29068,7 @@ static rocq_result rocq__log_fold(rocq_ctx *ctx, rocq__profile *p, uint32_t n, c
     return result;
 }
 
-// Folds the whole log. With a lost GPU the results are those that came in time.
+// Folds the whole log. If the GPU is lost, the results are what had come before.
 static rocq_result rocq__log_finish(rocq_ctx *ctx, const char *call) {
     const rocq_result result = rocq__log_fold(ctx, ctx->profile, ctx->profile->n_log, call);
     return result == ROCQ_E_LOST ? ROCQ_OK : result;
@@ -29889,7 +29838,7 @@ enum {
     ROCQ__TUNE_ROW_NS = 500000,         // time of a row, unless it has that many ops or is a single
                                         // longer one: enough to hide what its launch costs
     ROCQ__TUNE_TRIAL = 3,               // samples of a trial, and of the default in turn with it
-    ROCQ__TUNE_PROOF = 15               // the same for what is to replace the default
+    ROCQ__TUNE_PROOF = 15               // samples of what is to replace the default, and of that
 };
 
 // -- the list --
@@ -30145,12 +30094,12 @@ static rocq_result rocq__survey_op(rocq_ctx *ctx, const rocq__op *op, const void
     return result;
 }
 
-// A site of an op, and the fraction of the op that it stands for.
+// A site of an op. Each site of an op with n of them has the weight 1 / n.
 typedef struct rocq__tune_site {
     rocq__site site, own;
     const rocq__op *op;
     const void *params;
-    double part;
+    double weight;
 } rocq__tune_site;
 
 typedef struct rocq__tune_sites {
@@ -30178,7 +30127,7 @@ static rocq_result rocq__tune_collect(rocq_ctx *ctx, const rocq__node *first,
             s->own = rocq__site_class(&s->site);
             s->op = node->op;
             s->params = node->params;
-            s->part = 1.0 / survey.n;
+            s->weight = 1.0 / survey.n;
         }
     }
     return ROCQ_OK;
@@ -30199,7 +30148,7 @@ static rocq_result rocq__tune_one(rocq__tuning *t, const rocq__tune_sites *sites
         if (memcmp(&s->own, &first->own, sizeof s->own) != 0) continue;
         if (k < i) return ROCQ_OK;
         if (t->n_params < ROCQ__TUNE_PARAMS) t->params[t->n_params++] = s->params;
-        n_ops += s->part;
+        n_ops += s->weight;
     }
     ROCQ__TRY(rocq__tune_class(t, result, &found));
     if (i == 0) result->config = found.config;
@@ -30324,7 +30273,7 @@ static rocq__tuning_header rocq__tuning_header_of(const rocq_ctx *ctx, int32_t n
     return h;
 }
 
-// Of a header whose checksum is 0, and the list behind it.
+// The checksum of a header, in which that field is 0, and the list behind it.
 static uint64_t rocq__tuning_checksum(const rocq__tuning_header *h, const void *list) {
     const uint64_t sum = rocq__checksum(0, h, (int64_t)sizeof *h);
     return rocq__checksum(sum, list, h->n_results * (int64_t)sizeof(rocq__tuned));
@@ -30667,10 +30616,10 @@ static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
 // over A comes first, so that stale data in the second replay differs from B. Before each run,
 // outputs are filled with a byte, so that an output that is never written shows. What the runs
 // overwrite is put aside (copied) first and restored in the end; one launch copies, fills or
-// compares all of it. So inputs must be such that no op writes anywhere else. Of a state
-// (rocq_shortconv, rocq_delta_net) all is put aside. Of caches, the cell of rocq_rope_append says
-// which rows are written. Its values are i or i + 1 for token i, so the first cells of a cache
-// suffice; where ops of the graph compute the cells, all cells are put aside. Kernels catch any
+// compares all of it. So inputs must be such that no op writes anywhere else. A state
+// (rocq_shortconv, rocq_delta_net) is put aside as a whole. In a cache, the cell of
+// rocq_rope_append says which rows are written. Its values are i or i + 1 for token i, so the first
+// cells suffice; where ops of the graph compute the cells, all are put aside. Kernels catch any
 // other index that is out of range.
 
 typedef struct rocq__feed { // an input of the graph, and the values that it is given
@@ -30797,8 +30746,8 @@ static rocq_tensor rocq__replay_rows(const rocq__replay *r, const rocq_tensor *c
     return rows;
 }
 
-// Of caches: one row more than the most tokens of an append, but all if an op of the graph computes
-// the cells, since the feeds do not decide them then.
+// Sets how many rows of a cache are put aside: one more than the most tokens that one append
+// writes, or all if an op of the graph computes the cells, so that the feeds do not decide them.
 static void rocq__replay_cells(rocq__replay *r) {
     const rocq_tensor *known = NULL;
     for (const rocq__node *node = r->graph->first; node; node = node->next) {

@@ -3464,8 +3464,7 @@ static void note_tile(const backward *b, bool of_dw, bool used[ROCQ__LDS_TILES])
                              .n = (int32_t)(of_dw ? b->m : b->n), .batch = 1};
     int32_t n_splits;
     double ns;
-    used[rocq__lds_best(&gpu->gpu->chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES, &site,
-                        &rocq__lds_backward, -1, &n_splits, &ns) -
+    used[rocq__lds_best(&gpu->gpu->chip, &rocq__lds_backward, &site, -1, &n_splits, &ns) -
          rocq__lds_tiles] = true;
 }
 
