@@ -14051,17 +14051,11 @@ typedef struct rocq__attend_next {
     int64_t bytes; // of each
 } rocq__attend_next;
 
-// What a kernel of few query rows works on.
-typedef struct rocq__attend_few {
-    float *row[4];     // [n]: of q for dots, of acc for values
-    float *score[4];   // [n_keys]: the result of dots; for values the weights
-    float keep[4];     // for values: the factor that each acc gets first
-    const void **line; // [n_keys]: rows of K for dots, of V for values
-    int64_t n_keys, n;
-    rocq__attend_next *next; // n_keys rows, or NULL
-} rocq__attend_few;
-
-typedef void (*rocq__attend_kernel)(const rocq__attend_few *few);
+typedef void (*rocq__attend_dots)(const float *const *q, const void *const *k, int64_t n_keys,
+                                  int64_t n, float *const *score, const rocq__attend_next *next);
+typedef void (*rocq__attend_values)(float *const *acc, const float *keep, const void *const *v,
+                                    const float *const *weight, int64_t n_keys, int64_t n,
+                                    const rocq__attend_next *next);
 
 typedef struct rocq__attend {
     const rocq_attention_params *p;
@@ -14086,7 +14080,8 @@ typedef struct rocq__attend {
     bool wide;         // in vectors of 64 bytes
     bool side_by_side; // at each position the heads of k
     int64_t rows;      // of few rows, how many these two take at once:
-    rocq__attend_kernel dots, values;
+    rocq__attend_dots dots;
+    rocq__attend_values values;
     float *scratch;    // [local, threads]
     float *partials;   // [partial, n_rows, n_splits, n_kv_heads, n_seqs]
 } rocq__attend;
@@ -14103,67 +14098,69 @@ typedef struct rocq__attend_keys {
     bool all_visible; // every row sees all of them
 } rocq__attend_keys;
 
-// x . y; n is a multiple of 8.
-static float rocq__attend_dot(const float *x, const float *y, int64_t n) {
-    float sum[8] = {0};
-    for (int64_t i = 0; i < n; i += 8) {
-        for (int l = 0; l < 8; l++) sum[l] += x[i + l] * y[i + l];
-    }
-    return rocq__sum8(sum);
-}
-
-// score[0][j] = row[0] . line[j] for one row; n is a multiple of 32, n_keys of 8.
-static void rocq__dots_scalar(const rocq__attend_few *few) {
-    for (int64_t j = 0; j < few->n_keys; j++) {
-        few->score[0][j] = rocq__attend_dot(few->row[0], (const float *)few->line[j], few->n);
-    }
-}
-
-// row[0] = keep[0] row[0] + sum over j of score[0][j] line[j] for one row; n is a multiple of 32.
-static void rocq__values_scalar(const rocq__attend_few *few) {
-    for (int64_t i = 0; i < few->n; i += 8) {
-        float a[8], *acc = few->row[0] + i;
-        for (int l = 0; l < 8; l++) a[l] = acc[l] * few->keep[0];
-        for (int64_t j = 0; j < few->n_keys; j++) {
-            const float *value = (const float *)few->line[j] + i;
-            for (int l = 0; l < 8; l++) a[l] += few->score[0][j] * value[l];
+// score[0][j] = q[0] . k[j] for one row; n is a multiple of 32, n_keys of 8.
+static void rocq__dots_scalar(const float *const *q, const void *const *k, int64_t n_keys,
+                              int64_t n, float *const *score, const rocq__attend_next *next) {
+    (void)next;
+    for (int64_t j = 0; j < n_keys; j++) {
+        const float *key = (const float *)k[j];
+        float sum[8] = {0};
+        for (int64_t i = 0; i < n; i += 8) {
+            for (int l = 0; l < 8; l++) sum[l] += q[0][i + l] * key[i + l];
         }
-        memcpy(acc, a, sizeof a);
+        score[0][j] = rocq__sum8(sum);
+    }
+}
+
+// acc[0] = keep[0] acc[0] + sum over j of weight[0][j] v[j] for one row; n is a multiple of 32.
+static void rocq__values_scalar(float *const *acc, const float *keep, const void *const *v,
+                                const float *const *weight, int64_t n_keys, int64_t n,
+                                const rocq__attend_next *next) {
+    (void)next;
+    for (int64_t i = 0; i < n; i += 8) {
+        float a[8];
+        for (int l = 0; l < 8; l++) a[l] = acc[0][i + l] * keep[0];
+        for (int64_t j = 0; j < n_keys; j++) {
+            const float *value = (const float *)v[j] + i;
+            for (int l = 0; l < 8; l++) a[l] += weight[0][j] * value[l];
+        }
+        memcpy(acc[0] + i, a, sizeof a);
     }
 }
 
 #if ROCQ__HAS_V8
 
 // Prefetches bytes [begin, end) of row j, begin being a multiple of 64.
-ROCQ__V8 void rocq__fetch(const rocq__attend_next *next, int64_t j, int64_t begin, int64_t end) {
+ROCQ__V8 void rocq__fetch_part(const rocq__attend_next *next, int64_t j, int64_t begin,
+                               int64_t end) {
     const unsigned char *row = (const unsigned char *)next->row[j];
     for (; begin < end; begin += 64) ROCQ__PREFETCH(row + begin, 3);
 }
 
-// The dot products of one, two or four rows, for which a key is widened once, with 8 / rows keys at
-// a time, so that all sums stay in registers. A row's result has the same bits with any of them.
-ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const rocq__attend_few *few) {
-    const int64_t n = few->n;
+// The same for one, two or four rows, for which a key is widened once, with 8 / rows keys at a
+// time, so that all sums stay in registers. A row's result has the same bits with any of them. If
+// next is not NULL its rows are prefetched meanwhile.
+ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *const *q,
+                         const void *const *k, int64_t n_keys, int64_t n, float *const *score,
+                         const rocq__attend_next *next) {
     const int step = 8 / rows;
-    for (int64_t first = 0; first < few->n_keys; first += step) {
+    for (int64_t first = 0; first < n_keys; first += step) {
         rocq__v8 sum[8]; // [rows][step]
         float all[8];
-        for (int j = 0; few->next && j < step; j++) {
-            rocq__fetch(few->next, first + j, 0, few->next->bytes);
-        }
+        for (int j = 0; next && j < step; j++) rocq__fetch_part(next, first + j, 0, next->bytes);
         ROCQ__UNROLL
         for (int i = 0; i < 8; i++) sum[i] = rocq__v8_set1(0.0f);
         for (int64_t i = 0; i < n; i += 32) {
             ROCQ__UNROLL
             for (int j = 0; j < step; j++) {
                 rocq__v8 key[4];
-                rocq__v8_load_row(format, 4, key, few->line[first + j], i);
+                rocq__v8_load_row(format, 4, key, k[first + j], i);
                 ROCQ__UNROLL
                 for (int r = 0; r < rows; r++) {
                     rocq__v8 one = sum[r * step + j];
                     ROCQ__UNROLL
                     for (int l = 0; l < 4; l++) {
-                        one = rocq__v8_fma(rocq__v8_load(few->row[r] + i + 8 * l), key[l], one);
+                        one = rocq__v8_fma(rocq__v8_load(q[r] + i + 8 * l), key[l], one);
                     }
                     sum[r * step + j] = one;
                 }
@@ -14173,15 +14170,17 @@ ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const rocq__a
         rocq__v8_sum4(all + 4, sum[4], sum[5], sum[6], sum[7]);
         ROCQ__UNROLL
         for (int r = 0; r < rows; r++) {
-            memcpy(few->score[r] + first, all + r * step, (size_t)step * sizeof *all);
+            memcpy(score[r] + first, all + r * step, (size_t)step * sizeof *all);
         }
     }
 }
 
-// Weighted sums of values, 64 / rows elements of each acc being in registers at a time.
-ROCQ__V8 void rocq__values(const rocq_format format, const int rows, const rocq__attend_few *few) {
+// 64 / rows elements of each acc are in registers at a time.
+ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *const *acc,
+                           const float *keep, const void *const *v, const float *const *weight,
+                           int64_t n_keys, int64_t n, const rocq__attend_next *next) {
     const int n_vectors = 8 / rows;
-    const int64_t n = few->n, bytes = few->next ? (few->next->bytes + 63) / 64 * 64 : 0;
+    const int64_t bytes = next ? (next->bytes + 63) / 64 * 64 : 0;
     int64_t fetched = 0, fetch_end = 0;
     for (int64_t i = 0; i < n; i += 8 * n_vectors, fetched = fetch_end) {
         fetch_end = bytes * (i + 8 * n_vectors) / n / 64 * 64; // this part of the next row's bytes
@@ -14189,19 +14188,18 @@ ROCQ__V8 void rocq__values(const rocq_format format, const int rows, const rocq_
         ROCQ__UNROLL
         for (int l = 0; l < 8; l++) {
             const int r = l / n_vectors, at = 8 * (l % n_vectors);
-            a[l] = rocq__v8_mul(rocq__v8_set1(few->keep[r]), rocq__v8_load(few->row[r] + i + at));
+            a[l] = rocq__v8_mul(rocq__v8_set1(keep[r]), rocq__v8_load(acc[r] + i + at));
         }
-        for (int64_t j = 0; j < few->n_keys; j++) {
+        for (int64_t j = 0; j < n_keys; j++) {
             rocq__v8 value[8];
-            if (fetched < fetch_end) rocq__fetch(few->next, j, fetched, fetch_end);
+            if (fetched < fetch_end) rocq__fetch_part(next, j, fetched, fetch_end);
             ROCQ__UNROLL
             for (int l = 0; l < n_vectors; l += 4) {
-                const int n_loaded = n_vectors == 2 ? 2 : 4;
-                rocq__v8_load_row(format, n_loaded, value + l, few->line[j], i + 8 * l);
+                rocq__v8_load_row(format, n_vectors == 2 ? 2 : 4, value + l, v[j], i + 8 * l);
             }
             ROCQ__UNROLL
             for (int r = 0; r < rows; r++) {
-                const rocq__v8 w = rocq__v8_set1(few->score[r][j]);
+                const rocq__v8 w = rocq__v8_set1(weight[r][j]);
                 ROCQ__UNROLL
                 for (int l = 0; l < n_vectors; l++) {
                     a[r * n_vectors + l] = rocq__v8_fma(w, value[l], a[r * n_vectors + l]);
@@ -14210,7 +14208,7 @@ ROCQ__V8 void rocq__values(const rocq_format format, const int rows, const rocq_
         }
         ROCQ__UNROLL
         for (int l = 0; l < 8; l++) {
-            rocq__v8_store(few->row[l / n_vectors] + i + 8 * (l % n_vectors), a[l]);
+            rocq__v8_store(acc[l / n_vectors] + i + 8 * (l % n_vectors), a[l]);
         }
     }
 }
@@ -14272,23 +14270,23 @@ ROCQ__WIDE __m512 rocq__wide_load(const rocq_format format, const bool two, cons
 // and a row is fetched once n of them are due. A step is a block of 32 or, in formats without
 // blocks, 8 elements, which with those of a second key fill a vector. Longer steps would need more
 // registers for addresses and are no faster.
-ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows,
-                                const rocq__attend_few *few) {
-    const int64_t n = few->n;
+ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const float *const *q,
+                                const void *const *k, int64_t n_keys, int64_t n,
+                                float *const *score, const rocq__attend_next *next) {
     const int step = format == ROCQ_Q8_0 || format == ROCQ_Q4_0 ? 32 : 8;
     int64_t due = 0, fetched = 0;
-    for (int64_t first = 0; first < few->n_keys; first += 8) {
+    for (int64_t first = 0; first < n_keys; first += 8) {
         __m512 sum[4][4]; // [rows][pairs]
         ROCQ__UNROLL
         for (int l = 0; l < 16; l++) sum[l / 4][l % 4] = _mm512_setzero_ps();
         for (int64_t i = 0; i < n; i += step) {
-            for (due += 8 * step; few->next && due >= n; due -= n) {
-                rocq__fetch(few->next, fetched++, 0, few->next->bytes);
+            for (due += 8 * step; next && due >= n; due -= n) {
+                rocq__fetch_part(next, fetched++, 0, next->bytes);
             }
             __m512 scale[4];
             ROCQ__UNROLL
             for (int p = 0; p < 4; p++) {
-                const void *const *pair = few->line + first + 2 * p;
+                const void *const *pair = k + first + 2 * p;
                 scale[p] = rocq__wide_scale(format, pair[0], pair[1], i);
             }
             ROCQ__UNROLL
@@ -14296,11 +14294,11 @@ ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows,
                 __m512 query[4];
                 ROCQ__UNROLL
                 for (int r = 0; r < rows; r++) {
-                    query[r] = _mm512_broadcast_f32x8(_mm256_loadu_ps(few->row[r] + i + l));
+                    query[r] = _mm512_broadcast_f32x8(_mm256_loadu_ps(q[r] + i + l));
                 }
                 ROCQ__UNROLL
                 for (int p = 0; p < 4; p++) {
-                    const void *const *pair = few->line + first + 2 * p;
+                    const void *const *pair = k + first + 2 * p;
                     const __m512 key =
                         rocq__wide_load(format, true, pair[0], pair[1], i + l, scale[p]);
                     ROCQ__UNROLL
@@ -14318,39 +14316,38 @@ ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows,
                 of_key[2 * p] = _mm512_castps512_ps256(sum[r][p]);
                 of_key[2 * p + 1] = _mm512_extractf32x8_ps(sum[r][p], 1);
             }
-            rocq__v8_store(few->score[r] + first, rocq__v8_sum8(of_key));
+            rocq__v8_store(score[r] + first, rocq__v8_sum8(of_key));
         }
     }
 }
 
-// Elements i to i + 16 n_vectors - 1 of each acc, which are in registers meanwhile; bytes [fetched,
-// fetch_end) of the next rows are prefetched. few is a copy, so that gcc 12 keeps its fields in
-// registers too.
-ROCQ__WIDE void rocq__values_at(const rocq_format format, const int rows, const int n_vectors,
-                                rocq__attend_few few, int64_t i, int64_t fetched,
-                                int64_t fetch_end) {
+// Elements i to i + 16 n_vectors - 1 of each acc, which are in registers meanwhile; [fetched,
+// fetch_end) of the next rows' bytes are prefetched.
+ROCQ__WIDE void rocq__values_part(const rocq_format format, const int rows, const int n_vectors,
+                                  float *const *acc, const float *keep, const void *const *v,
+                                  const float *const *weight, int64_t n_keys, int64_t i,
+                                  const rocq__attend_next *next, int64_t fetched,
+                                  int64_t fetch_end) {
     __m512 a[4][4];
     ROCQ__UNROLL
     for (int r = 0; r < rows; r++) {
         ROCQ__UNROLL
         for (int l = 0; l < n_vectors; l++) {
-            const __m512 old = _mm512_loadu_ps(few.row[r] + i + 16 * l);
-            a[r][l] = _mm512_mul_ps(_mm512_set1_ps(few.keep[r]), old);
+            a[r][l] = _mm512_mul_ps(_mm512_set1_ps(keep[r]), _mm512_loadu_ps(acc[r] + i + 16 * l));
         }
     }
-    for (int64_t j = 0; j < few.n_keys; j++) {
-        const void *row = few.line[j];
+    for (int64_t j = 0; j < n_keys; j++) {
         __m512 value[4];
-        if (fetched < fetch_end) rocq__fetch(few.next, j, fetched, fetch_end);
+        if (fetched < fetch_end) rocq__fetch_part(next, j, fetched, fetch_end);
         ROCQ__UNROLL
         for (int l = 0; l < n_vectors; l++) {
             const int64_t at = i + 16 * l;
-            const __m512 scale = rocq__wide_scale(format, row, row, at);
-            value[l] = rocq__wide_load(format, false, row, row, at, scale);
+            const __m512 scale = rocq__wide_scale(format, v[j], v[j], at);
+            value[l] = rocq__wide_load(format, false, v[j], v[j], at, scale);
         }
         ROCQ__UNROLL
         for (int r = 0; r < rows; r++) {
-            const __m512 w = _mm512_set1_ps(few.score[r][j]);
+            const __m512 w = _mm512_set1_ps(weight[r][j]);
             ROCQ__UNROLL
             for (int l = 0; l < n_vectors; l++) a[r][l] = _mm512_fmadd_ps(w, value[l], a[r][l]);
         }
@@ -14358,19 +14355,22 @@ ROCQ__WIDE void rocq__values_at(const rocq_format format, const int rows, const 
     ROCQ__UNROLL
     for (int r = 0; r < rows; r++) {
         ROCQ__UNROLL
-        for (int l = 0; l < n_vectors; l++) _mm512_storeu_ps(few.row[r] + i + 16 * l, a[r][l]);
+        for (int l = 0; l < n_vectors; l++) _mm512_storeu_ps(acc[r] + i + 16 * l, a[r][l]);
     }
 }
 
-ROCQ__WIDE void rocq__values_wide(const rocq_format format, const int rows,
-                                  const rocq__attend_few *few) {
-    const int64_t n = few->n, bytes = few->next ? (few->next->bytes + 63) / 64 * 64 : 0;
+ROCQ__WIDE void rocq__values_wide(const rocq_format format, const int rows, float *const *acc,
+                                  const float *keep, const void *const *v,
+                                  const float *const *weight, int64_t n_keys, int64_t n,
+                                  const rocq__attend_next *next) {
+    const int64_t bytes = next ? (next->bytes + 63) / 64 * 64 : 0;
     int64_t i = 0, fetched = 0, end;
     for (; i + 64 <= n; i += 64, fetched = end) {
         end = bytes * (i + 64) / n / 64 * 64;
-        rocq__values_at(format, rows, 4, *few, i, fetched, end);
+        rocq__values_part(format, rows, 4, acc, keep, v, weight, n_keys, i, next, fetched, end);
     }
-    if (i < n) rocq__values_at(format, rows, 2, *few, i, fetched, bytes);
+    if (i == n) return;
+    rocq__values_part(format, rows, 2, acc, keep, v, weight, n_keys, i, next, fetched, bytes);
 }
 #undef ROCQ__WIDE
 #endif
@@ -14379,26 +14379,33 @@ ROCQ__WIDE void rocq__values_wide(const rocq_format format, const int rows,
     X(f16, F16, 1)                                                                                 \
     X(f32, F32, 2) X(f16, F16, 2) X(bf16, BF16, 2) X(q8_0, Q8_0, 2) X(q4_0, Q4_0, 2)               \
     X(f32, F32, 4) X(f16, F16, 4) X(bf16, BF16, 4) X(q8_0, Q8_0, 4) X(q4_0, Q4_0, 4)
-#define ROCQ__ATTEND_KERNEL(TARGET, kernel, name, NAME, ROWS)                                      \
-    static TARGET void kernel##_##name##_##ROWS(const rocq__attend_few *few) {                     \
-        kernel(ROCQ_##NAME, ROWS, few);                                                            \
+#define ROCQ__ATTEND_KERNELS(name, NAME, ROWS, TARGET, tier, dots, values)                         \
+    static TARGET void rocq__dots_##name##_##ROWS##tier(                                           \
+        const float *const *q, const void *const *k, int64_t n_keys, int64_t n,                    \
+        float *const *score, const rocq__attend_next *next) {                                      \
+        dots(ROCQ_##NAME, ROWS, q, k, n_keys, n, score, next);                                     \
+    }                                                                                              \
+    static TARGET void rocq__values_##name##_##ROWS##tier(                                         \
+        float *const *acc, const float *keep, const void *const *v, const float *const *weight,    \
+        int64_t n_keys, int64_t n, const rocq__attend_next *next) {                                \
+        values(ROCQ_##NAME, ROWS, acc, keep, v, weight, n_keys, n, next);                          \
     }
 #define ROCQ__ATTEND_SIMD(name, NAME, ROWS)                                                        \
-    ROCQ__ATTEND_KERNEL(ROCQ__SIMD, rocq__dots, name, NAME, ROWS)                                  \
-    ROCQ__ATTEND_KERNEL(ROCQ__SIMD, rocq__values, name, NAME, ROWS)
+    ROCQ__ATTEND_KERNELS(name, NAME, ROWS, ROCQ__SIMD, , rocq__dots, rocq__values)
 ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_SIMD)
 #undef ROCQ__ATTEND_SIMD
 #if ROCQ__HAS_AVX2
 #define ROCQ__ATTEND_AVX512(name, NAME, ROWS)                                                      \
-    ROCQ__ATTEND_KERNEL(ROCQ__TARGET_AVX512, rocq__dots_wide, name, NAME, ROWS)                    \
-    ROCQ__ATTEND_KERNEL(ROCQ__TARGET_AVX512, rocq__values_wide, name, NAME, ROWS)
+    ROCQ__ATTEND_KERNELS(name, NAME, ROWS, ROCQ__TARGET_AVX512, _avx512, rocq__dots_wide,          \
+                         rocq__values_wide)
 ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_AVX512)
 #undef ROCQ__ATTEND_AVX512
-#define ROCQ__ATTEND_WIDE(kernel) kernel
+#define ROCQ__ATTEND_WIDE(kernel) kernel##_avx512
 #else
 #define ROCQ__ATTEND_WIDE(kernel) NULL
 #endif
-#undef ROCQ__ATTEND_KERNEL
+#undef ROCQ__ATTEND_KERNELS
+
 #endif
 
 // The kernels of few rows, for k and v as they are stored, where as_is, or decoded to F32.
@@ -14417,13 +14424,14 @@ static void rocq__attend_kernels(rocq__attend *a) {
     static const struct {
         rocq_format format;
         int64_t rows;
-        rocq__attend_kernel dots[2], values[2]; // [1]: in vectors of 64 bytes
+        rocq__attend_dots dots[2]; // [1]: in vectors of 64 bytes
+        rocq__attend_values values[2];
     } kernels[] = {
-#define ROCQ__X(name, NAME, ROWS)                                                      \
-    {ROCQ_##NAME,                                                                      \
-     ROWS,                                                                             \
-     {rocq__dots_##name##_##ROWS, ROCQ__ATTEND_WIDE(rocq__dots_wide_##name##_##ROWS)}, \
-     {rocq__values_##name##_##ROWS, ROCQ__ATTEND_WIDE(rocq__values_wide_##name##_##ROWS)}},
+#define ROCQ__X(name, NAME, ROWS)                                                     \
+    {ROCQ_##NAME,                                                                     \
+     ROWS,                                                                            \
+     {rocq__dots_##name##_##ROWS, ROCQ__ATTEND_WIDE(rocq__dots_##name##_##ROWS)},     \
+     {rocq__values_##name##_##ROWS, ROCQ__ATTEND_WIDE(rocq__values_##name##_##ROWS)}},
         ROCQ__ATTEND_FORMATS(ROCQ__X)
 #undef ROCQ__X
     };
@@ -14573,11 +14581,11 @@ static rocq__attend_local rocq__attend_local_of(const rocq__attend *a, int32_t t
 // not count even where they hold NaN: the weights of the others are moved together in score, and
 // their lines to seen. Returns their number.
 static int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_local *local,
-                                  int64_t r, const rocq__attend_few *few, bool all_visible,
-                                  const void **seen, float *keep) {
+                                  int64_t r, const void *const *line, int64_t n_keys,
+                                  bool all_visible, const void **seen, float *keep) {
     float *s = local->score + r * ROCQ__ATTEND_KEYS;
     const float *bias = local->bias + r * ROCQ__ATTEND_KEYS;
-    int64_t n_seen = 0, n_keys = few->n_keys;
+    int64_t n_seen = 0;
     if (a->p->softcap > 0.0f) rocq__softcap_row(a->simd, a->p->softcap, s, n_keys);
     if (all_visible) {
         n_seen = n_keys;
@@ -14585,7 +14593,7 @@ static int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_loca
         for (int64_t j = 0; j < n_keys; j++) {
             if (bias[j] == -INFINITY) continue;
             s[n_seen] = s[j] + bias[j];
-            seen[n_seen++] = few->line[j];
+            seen[n_seen++] = line[j];
         }
     }
     if (n_seen == 0) return 0;
@@ -14649,50 +14657,53 @@ static inline void rocq__attend_prefetch(const rocq__attend_rows *rows, const vo
     for (int64_t i = 0; i < rows->bytes; i += 64) ROCQ__PREFETCH(at + i, 3);
 }
 
-// The scores of n rows and the keys of `few`. Where rows or keys are fewer than a kernel takes, the
-// last fills up the rest, and those results are not used.
-static void rocq__attend_scores(const rocq__attend *a, int64_t n, rocq__attend_few few,
-                                const rocq__attend_local *local) {
-    for (; few.n_keys % 8 != 0; few.n_keys++) {
-        few.line[few.n_keys] = few.line[few.n_keys - 1];
-        if (few.next) few.next->row[few.n_keys] = few.next->row[few.n_keys - 1];
+// score of n rows and the n_keys keys at line. Where rows or keys are fewer than a kernel takes,
+// the last fills up the rest, and those results are not used. next: NULL, or n_keys rows.
+static void rocq__attend_scores(const rocq__attend *a, int64_t n, const void **line,
+                                int64_t n_keys, const rocq__attend_local *local,
+                                rocq__attend_next *next) {
+    for (; n_keys % 8 != 0; n_keys++) {
+        line[n_keys] = line[n_keys - 1];
+        if (next) next->row[n_keys] = next->row[n_keys - 1];
     }
-    for (int64_t r = 0; r < n; r += a->rows, few.next = NULL) {
+    for (int64_t r = 0; r < n; r += a->rows) {
+        const float *q[4];
+        float *score[4];
         for (int64_t i = 0; i < a->rows; i++) {
-            few.row[i] = local->q + ROCQ__MIN(r + i, n - 1) * a->pitch;
-            few.score[i] = local->score + ROCQ__MIN(r + i, n - 1) * ROCQ__ATTEND_KEYS;
+            q[i] = local->q + ROCQ__MIN(r + i, n - 1) * a->pitch;
+            score[i] = local->score + ROCQ__MIN(r + i, n - 1) * ROCQ__ATTEND_KEYS;
         }
-        a->dots(&few);
+        a->dots(q, line, n_keys, a->pitch, score, r == 0 ? next : NULL);
     }
 }
 
-// Updates m, l and acc of n rows by the scores of the keys of `few` and their values. If all rows
-// that a kernel takes see all keys, they share the loads of V. Else each is computed alone, and the
-// kernel's other rows are local->spare, whose results are not used. few.next is NULL unless
-// all_visible.
-static void rocq__attend_sums(const rocq__attend *a, int64_t n, rocq__attend_few few,
-                              bool all_visible, const rocq__attend_local *local) {
-    float none[ROCQ__ATTEND_KEYS] = {0}, *spare = local->spare;
-    for (int64_t r = 0; r < n; r += a->rows, few.next = NULL) {
+// Updates m, l and acc by the scores of n_keys keys and their values at line. If all rows that a
+// kernel takes see all keys, they share the loads of V. Else each is computed alone, and the
+// kernel's other rows are local->spare, whose results are not used. next: NULL, or, with
+// all_visible, n_keys rows.
+static void rocq__attend_sums(const rocq__attend *a, int64_t n, const void *const *line,
+                              int64_t n_keys, bool all_visible, const rocq__attend_local *local,
+                              const rocq__attend_next *next) {
+    static const float none[ROCQ__ATTEND_KEYS] = {0};
+    for (int64_t r = 0; r < n; r += a->rows) {
         const void *seen[4][ROCQ__ATTEND_KEYS];
+        const float *weight[4] = {none, none, none, none};
+        float *acc[4] = {local->spare, local->spare, local->spare, local->spare}, keep[4] = {0};
         int64_t n_seen[4] = {0}, n_rows = ROCQ__MIN(a->rows, n - r);
         bool all = true;
-        for (int64_t i = 0; i < 4; i++) {
-            few.row[i] = i < n_rows ? local->acc + (r + i) * a->pitch : spare;
-            few.score[i] = i < n_rows ? local->score + (r + i) * ROCQ__ATTEND_KEYS : none;
-            few.keep[i] = 0.0f;
-            if (i >= n_rows) continue;
-            n_seen[i] =
-                rocq__attend_weigh(a, local, r + i, &few, all_visible, seen[i], &few.keep[i]);
-            all = all && n_seen[i] == few.n_keys;
+        for (int64_t i = 0; i < n_rows; i++) {
+            n_seen[i] = rocq__attend_weigh(a, local, r + i, line, n_keys, all_visible, seen[i],
+                                           &keep[i]);
+            all = all && n_seen[i] == n_keys;
         }
-        if (all) a->values(&few);
-        for (int64_t i = 0; !all && i < n_rows; i++) {
-            const rocq__attend_few one = {
-                {few.row[i], spare, spare, spare}, {few.score[i], none, none, none},
-                {few.keep[i]}, seen[i], n_seen[i], few.n, NULL};
-            if (n_seen[i] > 0) a->values(&one);
+        for (int64_t i = 0; i < n_rows; i++) {
+            acc[all ? i : 0] = local->acc + (r + i) * a->pitch;
+            weight[all ? i : 0] = local->score + (r + i) * ROCQ__ATTEND_KEYS;
+            if (all || n_seen[i] == 0) continue;
+            const float keeps[4] = {keep[i]};
+            a->values(acc, keeps, seen[i], weight, n_seen[i], a->pitch, NULL);
         }
+        if (all) a->values(acc, keep, line, weight, n_keys, a->pitch, r == 0 ? next : NULL);
     }
 }
 
@@ -14727,8 +14738,7 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_keys *ti
         rocq__attend_prefetch(&v, next.row[j]);
         line[j] = rocq__attend_line(a, &k, line[j], local->tile + j * pitch);
     }
-    rocq__attend_few few = {{NULL}, {NULL}, {0.0f}, line, n_keys, pitch, by_kernels ? &next : NULL};
-    rocq__attend_scores(a, n, few, local);
+    rocq__attend_scores(a, n, line, n_keys, local, by_kernels ? &next : NULL);
 
     memcpy(line, next.row, (size_t)n_keys * sizeof *line);
     next.bytes = k.bytes;
@@ -14742,8 +14752,8 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_keys *ti
         if (next_tile) rocq__attend_prefetch(&k, next.row[j]);
         line[j] = rocq__attend_line(a, &v, line[j], local->tile + j * pitch);
     }
-    if (!next_tile) few.next = NULL;
-    rocq__attend_sums(a, n, few, tile->all_visible, local);
+    rocq__attend_sums(a, n, line, n_keys, tile->all_visible, local,
+                      by_kernels && next_tile ? &next : NULL);
 }
 
 // -- many rows --
@@ -18305,7 +18315,7 @@ static void rocq__attend_back_start(const rocq__attend_back *b, const rocq__atte
     for (int64_t r = 0; r < item->n; r++) {
         const int64_t head = item->kv_head * a->group + (item->row0 + r) % a->group;
         const int64_t i = (item->row0 + r) / a->group;
-        float *q = local->q + r * pitch, *dout = local->dout + r * pitch;
+        float *q = local->q + r * pitch, *dout = local->dout + r * pitch, *delta = local->delta + r;
         const float *from = rocq__load(a->simd, b->p->q->format,
                                        rocq__row(b->p->q, head, i, item->seq), 0, dim, q);
         ROCQ__EITHER(a->simd, rocq__scale, (q, from, a->scale, dim));
@@ -18315,7 +18325,9 @@ static void rocq__attend_back_start(const rocq__attend_back *b, const rocq__atte
         float *out = local->dq + r * pitch;
         rocq__decode(a->simd, b->p->out->format, out, rocq__row(b->p->out, head, i, item->seq),
                      dim);
-        local->delta[r] = rocq__attend_dot(dout, out, (dim + 7) / 8 * 8);
+        const float *const one = dout;
+        const void *const other = out;
+        rocq__dots_scalar(&one, &other, 1, (dim + 7) / 8 * 8, &delta, NULL);
         memset(out, 0, (size_t)dim * sizeof(float));
         const float lse = rocq__row_f32(b->p->lse, i, item->seq, 0)[head];
         if (lse != -INFINITY) local->lse[r] = lse;
