@@ -4637,6 +4637,24 @@ DEV void matmul_merge(const rocq_k_matmul_args &a) {
 }
 KERNEL(matmul_merge, rocq_k_matmul_args, 256) { matmul_merge(a); }
 
+// Puts 16 columns of a wave's sums, those of the fragments c[..][which], into LDS, `stride` floats
+// from column to column. which is a variable, but c is in registers, whose numbers are constants:
+// hence the loop.
+template <int TM, int TN>
+DEV void frags_put(const frag_c (&c)[TM][TN], int which, float *to, int stride) {
+#pragma unroll
+    for (int j = 0; j < TN; j++) {
+        if (j != which) continue;
+#pragma unroll
+        for (int i = 0; i < TM; i++) {
+#pragma unroll
+            for (int v = 0; v < 8; v++) {
+                lput(to + frag_col(v) * stride + 16 * i + frag_row(v), c[i][j].v[v]);
+            }
+        }
+    }
+}
+
 // Finishes a wave's 16 TM by 16 TN sums, from row m0 and column n0 on. A fragment has few rows of
 // many columns, while in memory the rows of a column are neighbours. So 16 columns at a time go
 // through LDS, after which a wave reads and writes runs of 32 rows. work: LDS,
@@ -4653,17 +4671,7 @@ DEV void matmul_finish(const rocq_k_matmul_args &a, const matmul_block &block,
 #pragma unroll 1
     for (int pass = 0; pass < TN; pass++) {
         block_sync_lds();
-#pragma unroll
-        for (int j = 0; j < TN; j++) {
-            if (j != pass) continue;
-#pragma unroll
-            for (int i = 0; i < TM; i++) {
-#pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    lput(work + frag_col(v) * stride + 16 * i + frag_row(v), c[i][j].v[v]);
-                }
-            }
-        }
+        frags_put(c, pass, work, stride);
         block_sync_lds();
 #pragma unroll 1
         for (int column = 0; column < 16; column++) {
@@ -4718,18 +4726,7 @@ DEV void experts_finish(const rocq_k_matmul_product &product,
 #pragma unroll 1
     for (int pass = 0; pass < TN; pass++) {
         block_sync_lds();
-#pragma unroll
-        for (int j = 0; j < TN; j++) {
-            if (j != pass) continue;
-#pragma unroll
-            for (int i = 0; i < TM; i++) {
-#pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    lput(work + wave * PASS + frag_col(v) * STRIDE + 16 * i + frag_row(v),
-                         c[i][j].v[v]);
-                }
-            }
-        }
+        frags_put(c, pass, work + wave * PASS, STRIDE);
         block_sync_lds();
 #pragma unroll 1
         for (int column = split_rows ? wave / 2 : 0; column < 16; column += step) {
@@ -11132,17 +11129,7 @@ DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
 #pragma unroll 1
     for (int pass = 0; pass < TN; pass++) {
         block_sync_lds();
-#pragma unroll
-        for (int j = 0; j < TN; j++) {
-            if (j != pass) continue;
-#pragma unroll
-            for (int i = 0; i < TM; i++) {
-#pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    lput(work + frag_col(v) * STRIDE + 16 * i + frag_row(v), c[i][j].v[v]);
-                }
-            }
-        }
+        frags_put(c, pass, work, STRIDE);
         block_sync_lds();
         const int32_t oy = oy0 + 2 * pass; // columns 0-7 of the fragments; 8-15: the next row
         if (conv_row(a, p, oy) >= a.y.ne[2]) continue;
