@@ -4694,6 +4694,16 @@ DEV experts_tile experts_tile_of(const rocq_k_experts_tiles &experts, uint32_t t
     return experts_tile{expert, wave_read(gload(from + 1), 0), wave_read(gload(from + 2), 0),
                         at >> 2, at & 3};
 }
+// If the tile's expert is read from a copy: its w, w2 and number of units.
+DEV void experts_choose_copy(const rocq_k_experts_tiles &experts, const experts_tile &own,
+                             const void *&w, const void *&w2, int64_t &n_units) {
+    if (own.where == ROCQ_K_EXPERTS_W) return;
+    const rocq_k_experts_copies &other =
+        own.where == ROCQ_K_EXPERTS_COPIES ? experts.copies : experts.fetched;
+    w = other.w;
+    w2 = other.w2;
+    n_units = other.n_units;
+}
 DEV int experts_pair(const rocq_k_experts_tiles &experts, const experts_tile &own, int column) {
     return gload(experts.pairs + own.first + column);
 }
@@ -4856,6 +4866,18 @@ template <int F> DEV u32x4 matmul_load_vector(const char *row, uint32_t k, uint3
     return make4(w[0], w[1], w[2], w[3]);
 }
 
+// Puts a vector of a plain format into LDS, in F16.
+template <int F> DEV void matmul_put_vector(f16 *to, const u32x4 &vector) {
+    if constexpr (F == ROCQ_F32) {
+        float v[4];
+        decode_vector<F>(vector, 0, v);
+        lput((u32x2 *)to, make2(bits<uint32_t>(pair((f16)v[0], (f16)v[1])),
+                                bits<uint32_t>(pair((f16)v[2], (f16)v[3]))));
+    } else {
+        lput((u32x4 *)to, matmul_vector_halves<F>(vector));
+    }
+}
+
 // A vector that has elements k to k + 7 of a row of n, with those past the end set to 0.
 DEV u32x4 matmul_mask_halves(const u32x4 &vector, int64_t k, int64_t n) {
     uint32_t w[4] = {vector.x, vector.y, vector.z, vector.w};
@@ -4934,13 +4956,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
     if constexpr (EXPERTS) {
         own = experts_tile_of(experts, block.index / (uint32_t)product.tiles_m);
         if (own.n == 0) return;
-        if (own.where != ROCQ_K_EXPERTS_W) {
-            const rocq_k_experts_copies &other =
-                own.where == ROCQ_K_EXPERTS_COPIES ? experts.copies : experts.fetched;
-            all_w = other.w;
-            all_w2 = other.w2;
-            w_units = other.n_units;
-        }
+        experts_choose_copy(experts, own, all_w, all_w2, w_units);
         at = experts_place_of(product, block.index, own, tile_m, (k + BK - 1) / BK);
     } else {
         at = matmul_place_of(a, block, BM, BN, (k + BK - 1) / BK);
@@ -5061,17 +5077,8 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
                 const uint32_t r_in = r_own < w_last ? r_own : w_last;
                 const char *const w_row =
                     (other ? w2 : w) + r_in * (k * (16 / vector_elems<F>()));
-                const u32x4 vector =
-                    matmul_load_vector<F>(w_row, step * BK + (uint32_t)e, k, wide);
-                f16 *const to = wt + r * ROW + e;
-                if constexpr (F == ROCQ_F32) {
-                    float v[4];
-                    decode_vector<F>(vector, 0, v);
-                    lput((u32x2 *)to, make2(bits<uint32_t>(pair((f16)v[0], (f16)v[1])),
-                                            bits<uint32_t>(pair((f16)v[2], (f16)v[3]))));
-                } else {
-                    lput((u32x4 *)to, matmul_vector_halves<F>(vector));
-                }
+                matmul_put_vector<F>(
+                    wt + r * ROW + e, matmul_load_vector<F>(w_row, step * BK + (uint32_t)e, k, wide));
             }
         }
     };
@@ -5890,6 +5897,23 @@ DEV void matmul_int8_store_x(const matmul_int8_lds &lds, const raw<ROCQ_Q8_0> &f
     }
 }
 
+// c += w x over a group: the exact products of the codes fw and fx, times the scales sw and sx; if
+// the format has mins, less min times the sum of x's group.
+template <bool HAS_MIN, int N>
+DEV void matmul_int8_add(frag_c &c, const frag_i8 (&fw)[N], const frag_i8 (&fx)[N],
+                         const float (&sw)[8], const float (&sx)[FRAG_SLOTS], const float (&min)[8],
+                         const float (&sum)[FRAG_SLOTS]) {
+    frag_ci ci = {{0, 0, 0, 0, 0, 0, 0, 0}};
+#pragma unroll
+    for (int h = 0; h < N; h++) wmma_i8(ci, fw[h], fx[h]);
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        const int s = frag_slot(v);
+        c.v[v] = fmaf((float)ci.v[v], sw[v] * sx[s], c.v[v]);
+        if (HAS_MIN) c.v[v] = fmaf(-min[v], sum[s], c.v[v]);
+    }
+}
+
 template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     typedef matmul_int8_shape<F> S;
     enum { BM = S::BM, BN = S::BN, ROW = S::ROW, TM = S::TM, TN = S::TN };
@@ -5972,16 +5996,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
                 }
 #pragma unroll
                 for (int j = 0; j < TN; j++) {
-                    frag_ci ci = {{0, 0, 0, 0, 0, 0, 0, 0}};
-#pragma unroll
-                    for (int h = 0; h < GROUP / 16; h++) wmma_i8(ci, fw[h], fx[j][h]);
-#pragma unroll
-                    for (int v = 0; v < 8; v++) {
-                        float *x = &c[i][j].v[v];
-                        const int s = frag_slot(v);
-                        *x = fmaf((float)ci.v[v], sw[v] * sx[j][s], *x);
-                        if (has_min) *x = fmaf(-min[v], sum[j][s], *x);
-                    }
+                    matmul_int8_add<has_min>(c[i][j], fw, fx[j], sw, sx[j], min, sum[j]);
                 }
             }
         }
