@@ -4707,6 +4707,13 @@ DEV void experts_choose_copy(const rocq_k_experts_tiles &experts, const experts_
 DEV int experts_pair(const rocq_k_experts_tiles &experts, const experts_tile &own, int column) {
     return gload(experts.pairs + own.first + column);
 }
+// The column of x, in F16, of the pair at `column` of a tile.
+DEV const char *experts_column(const rocq_k_matmul_args &a, const experts_tile &own,
+                               uint32_t column) {
+    const int pair = experts_pair(a.experts, own, (int)column);
+    const int64_t from = a.experts.x_slots == 1 ? pair / a.experts.n_slots : pair;
+    return (const char *)a.x + from * a.x_stride * 2;
+}
 DEV matmul_place experts_place_of(const rocq_k_matmul_product &product, uint32_t block,
                                   const experts_tile &own, int64_t tile_m, uint32_t n_steps) {
     matmul_place p = {};
@@ -4866,7 +4873,13 @@ template <int F> DEV u32x4 matmul_load_vector(const char *row, uint32_t k, uint3
     return make4(w[0], w[1], w[2], w[3]);
 }
 
-// Puts a vector of a plain format into LDS, in F16.
+// Puts a unit, or a vector of a plain format, into LDS, in F16.
+template <int F> DEV void matmul_put_unit(u32x4 *to, const raw<F> &r, uint32_t unit) {
+    u32x4 halves[4];
+    matmul_unit_halves<F>(r, unit, halves);
+#pragma unroll
+    for (int j = 0; j < 4; j++) lput(to + j, halves[j]);
+}
 template <int F> DEV void matmul_put_vector(f16 *to, const u32x4 &vector) {
     if constexpr (F == ROCQ_F32) {
         float v[4];
@@ -4889,6 +4902,11 @@ DEV u32x4 matmul_mask_halves(const u32x4 &vector, int64_t k, int64_t n) {
     return make4(w[0], w[1], w[2], w[3]);
 }
 
+// How many times 16 of K there are in a step; the last step may have fewer than the others.
+DEV int matmul_n16(uint32_t k, uint32_t step) {
+    const uint32_t left = (k - step * MATMUL_F16_BK + 15) / 16;
+    return left < MATMUL_F16_BK / 16 ? (int)left : MATMUL_F16_BK / 16;
+}
 // c += w x over 16 * n16 elements of K. w and x point into LDS to the wave's first row and column;
 // 16 * USED columns are multiplied, whose fragments are x_stride halves apart. A fragment's
 // registers are loaded again as soon as its last product is issued.
@@ -4977,9 +4995,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
 #pragma unroll
         for (int i = 0; i < N_X; i++) {
             const uint32_t column = (uint32_t)(row + i * LOAD_ROWS);
-            const int pair = experts_pair(experts, own, (int)(column < x_last ? column : x_last));
-            const int64_t from = experts.x_slots == 1 ? pair / experts.n_slots : pair;
-            pair_x[i] = (const char *)a.x + from * a.x_stride * 2;
+            pair_x[i] = experts_column(a, own, column < x_last ? column : x_last);
         }
     }
     const auto load_x = [&](uint32_t step) {
@@ -5056,10 +5072,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
 #pragma unroll decode_passes<F>()
             for (int i = 0; i < 2; i++) {
                 u32x4 *to = (u32x4 *)(wt + (t / 2 + i * (BM / 2)) * ROW) + 4 * half;
-                u32x4 halves[4];
-                matmul_unit_halves<F>(take_row<F>(wr, i), 2 * step + half, halves);
-#pragma unroll
-                for (int j = 0; j < 4; j++) lput(to + j, halves[j]);
+                matmul_put_unit<F>(to, take_row<F>(wr, i), 2 * step + half);
             }
         } else if (F != ROCQ_F32 && wide) {
 #pragma unroll
@@ -5098,8 +5111,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
             load_w(step + 1);
             load_x(step + 1);
         }
-        const uint32_t left = (k - step * BK + 15) / 16;
-        const int n16 = left < BK / 16 ? (int)left : BK / 16;
+        const int n16 = matmul_n16(k, step);
         const f16 *const w_wave = wt + wm * ROW, *const x_wave = xt + wn * ROW;
         enum { HALF = TM == 2 ? TN / 2 : TN };
         if (half_tile && has_work) matmul_multiply<TM, TN, HALF>(c, w_wave, x_wave, n16);
@@ -11246,6 +11258,14 @@ DEV void conv_multiply_lds(frag_c (&c)[TM][8], const f16 *w, int w_chunk, const 
     wmma_lds_end();
 }
 
+// Eight halves of w one by one, at any alignment; those from number `left` on are 0.
+DEV u32x4 conv_gather_w(const uint16_t *from, int left) {
+    uint32_t h[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) h[j] = j < left ? gload(from + j) : 0;
+    return make4(h[0] | h[1] << 16, h[2] | h[3] << 16, h[4] | h[5] << 16, h[6] | h[7] << 16);
+}
+
 template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
     enum {
         BN = ROCQ_K_CONV_W * ROCQ_K_CONV_H, FROM_LDS = WMMA_LDS && BM >= 64,
@@ -11309,12 +11329,7 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         if (left <= -8) return; // channels are multiplied 16 at a time: up to there w is 0
 #pragma unroll
         for (int i = 0; i < N_W; i++) {
-            const uint16_t *from = (const uint16_t *)(w + own[i]) + at.k;
-            uint32_t h[8];
-#pragma unroll
-            for (int j = 0; j < 8; j++) h[j] = j < left ? gload(from + j) : 0;
-            wr[i] =
-                make4(h[0] | h[1] << 16, h[2] | h[3] << 16, h[4] | h[5] << 16, h[6] | h[7] << 16);
+            wr[i] = conv_gather_w((const uint16_t *)(w + own[i]) + at.k, left);
         }
 #pragma unroll
         for (int i = 0; i < N_W; i++) lput(to_w(buffer, i), wr[i]);
@@ -12537,6 +12552,18 @@ DEV void backward_clear_tail(uint32_t r, uint32_t group, uint32_t n_r, u32x4 (&v
     }
 }
 
+// sum plus the numbers of a row of a step, in LDS.
+DEV float backward_add_row(float sum, const u32x4 *row) {
+    const f16x2 ones = pair_floats(1.0f, 1.0f);
+#pragma unroll 1
+    for (int i = 0; i < MATMUL_F16_BK / 8; i++) {
+        const u32x4 v = lget(row + i);
+        sum = dot2(bits<f16x2>(v.x), ones, dot2(bits<f16x2>(v.y), ones, sum));
+        sum = dot2(bits<f16x2>(v.z), ones, dot2(bits<f16x2>(v.w), ones, sum));
+    }
+    return sum;
+}
+
 enum { BACKWARD_LDS = 2 * BACKWARD_TILE * BACKWARD_ROW / 8 }; // u32x4
 static_assert(4 * 32 * BACKWARD_STRIDE <= 16 * BACKWARD_LDS, "backward_finish's work");
 // F: the format of b. TURNED: dw, for which a is transposed, with rows innermost; else dx.
@@ -12651,16 +12678,9 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
         block_sync_lds();
         if (step + 1 < at.end) load(step + 1);
         if (sums_db) {
-            const f16x2 ones = pair_floats(1.0f, 1.0f);
-#pragma unroll 1
-            for (int i = 0; i < BK / 8; i++) {
-                const u32x4 v = lget((const u32x4 *)(at_a + t * ROW) + i);
-                db = dot2(bits<f16x2>(v.x), ones, dot2(bits<f16x2>(v.y), ones, db));
-                db = dot2(bits<f16x2>(v.z), ones, dot2(bits<f16x2>(v.w), ones, db));
-            }
+            db = backward_add_row(db, (const u32x4 *)(at_a + t * ROW));
         }
-        const uint32_t left = (n_r - step * BK + 15) / 16;
-        const int n16 = left < BK / 16 ? (int)left : BK / 16;
+        const int n16 = matmul_n16(n_r, step);
         if (has_work) matmul_multiply<4, 4, 4>(c, bt + wk * ROW, at_a + wrow * ROW, n16);
         block_sync_lds();
     }
@@ -13153,6 +13173,34 @@ template <typename F> DEV void back_clear(F &c) {
     for (int v = 0; v < 8; v++) c.v[v] = 0.0f;
 }
 
+// Stores the lane's elements of a row of a result: element v of each of its fragments.
+template <int N>
+DEV void back_put_row(const rocq_k_tensor &t, char *row, const frag_c (&sum)[N], int v, int head_dim,
+                      float scale) {
+#pragma unroll
+    for (int f = 0; f < N; f++) {
+        const int e = 16 * f + frag_col(v);
+        if (e < head_dim) put_float(t.format, row, e, sum[f].v[v] * scale);
+    }
+}
+
+// dS of dP in s, from P cap' that the other wave has left in LDS.
+DEV void back_turn(frag_c &s, const u32x2 *weights, const float *delta) {
+    const u32x2 lo = lget(weights), hi = lget(weights + 32);
+    const uint32_t w[4] = {lo.x, lo.y, hi.x, hi.y};
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        const float p = f16_f32((uint16_t)(w[v / 2] >> 16 * (v % 2)));
+        s.v[v] = p * (s.v[v] - lget(delta + frag_row(v)));
+    }
+}
+
+// P cap' of a fragment, into LDS, for the other wave of a pair.
+DEV void back_give(u32x2 *weights, const float (&p)[8]) {
+    lput(weights, make2(attend_pair(p[0], p[1]), attend_pair(p[2], p[3])));
+    lput(weights + 32, make2(attend_pair(p[4], p[5]), attend_pair(p[6], p[7])));
+}
+
 template <int D>
 DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block, u32x4 *tile) {
     typedef back_shape<D> S;
@@ -13245,10 +13293,7 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
                 const frag_c bare = {{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}};
                 back_bend(score, p, x);
                 x = bare;
-                lput(weights + 64 * key,
-                     make2(attend_pair(p[0], p[1]), attend_pair(p[2], p[3])));
-                lput(weights + 64 * key + 32,
-                     make2(attend_pair(p[4], p[5]), attend_pair(p[6], p[7])));
+                back_give(weights + 64 * key, p);
             }
         }
         block_sync_lds();
@@ -13257,13 +13302,7 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
 #pragma unroll
         for (int key = 0; key < S::KEY_FRAGS; key++) {
             if (role == 1) {
-                const u32x2 lo = lget(weights + 64 * key), hi = lget(weights + 64 * key + 32);
-                const uint32_t w[4] = {lo.x, lo.y, hi.x, hi.y};
-#pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    const float p = f16_f32((uint16_t)(w[v / 2] >> 16 * (v % 2)));
-                    s[key].v[v] = p * (s[key].v[v] - lget(delta + frag_row(v)));
-                }
+                back_turn(s[key], weights + 64 * key, delta);
             }
             operand[key] = frag_from_c(s[key]);
         }
@@ -13286,12 +13325,7 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         for (int v = 0; v < 8; v++) {
             const int j = first + 16 * key + frag_row(v);
             if (j >= b.n_kv) continue;
-            char *const row = row_of(to, kv_head, j, seq);
-#pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                const int e = 16 * f + frag_col(v);
-                if (e < b.head_dim) put_float(to.format, row, e, sum[key][f].v[v] * scale);
-            }
+            back_put_row(to, row_of(to, kv_head, j, seq), sum[key], v, b.head_dim, scale);
         }
     }
 }
