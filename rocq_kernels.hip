@@ -4943,6 +4943,31 @@ DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n1
     }
 }
 
+// A tile's rows of a plain format: of w, or half of them of w and the others of w2. Rows past the
+// last repeat it.
+struct matmul_rows {
+    const char *w, *w2;
+    uint32_t last;
+    bool split;
+};
+// Loads elements k0 to k0 + 63 of all rows, of k elements each, and puts them into LDS in F16.
+template <int F>
+DEV void matmul_copy_rows(f16 *to, const matmul_rows &rows, uint32_t k0, uint32_t k, bool wide) {
+    enum { BM = ROCQ_K_MATMUL_M };
+    const int vectors = MATMUL_F16_BK / vector_elems<F>(); // of a row
+#pragma unroll 1
+    for (int i = (int)thread_index(); i < BM * vectors; i += 128) {
+        const int r = i / vectors, e = i % vectors * vector_elems<F>();
+        const bool other = rows.split && r >= BM / 2;
+        const uint32_t r_own = (uint32_t)(other ? r - BM / 2 : r);
+        const uint32_t r_in = r_own < rows.last ? r_own : rows.last;
+        const char *const row =
+            (other ? rows.w2 : rows.w) + r_in * (k * (16 / vector_elems<F>()));
+        matmul_put_vector<F>(to + r * MATMUL_F16_ROW + e,
+                             matmul_load_vector<F>(row, k0 + (uint32_t)e, k, wide));
+    }
+}
+
 // With EXPERTS it is matmul_experts, the product by expert, in tiles of 32 or 64 columns. A weight
 // is decoded once for all columns of a tile, so 64 are for prompts that fill them: a wave has 32 by
 // 64, LDS is 27 KB, and of a tile with up to 32 columns only those are multiplied. experts_sort
@@ -5081,18 +5106,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
                 lput(to, matmul_vector_halves<F>(wp[i]));
             }
         } else { // no prefetch: F32 would take 64 registers for it, misaligned rows many loads
-            const int vectors = BK / vector_elems<F>(); // of a row
-#pragma unroll 1
-            for (int i = t; i < BM * vectors; i += 128) {
-                const int r = i / vectors, e = i % vectors * vector_elems<F>();
-                const bool other = split_rows && r >= BM / 2;
-                const uint32_t r_own = (uint32_t)(other ? r - BM / 2 : r);
-                const uint32_t r_in = r_own < w_last ? r_own : w_last;
-                const char *const w_row =
-                    (other ? w2 : w) + r_in * (k * (16 / vector_elems<F>()));
-                matmul_put_vector<F>(
-                    wt + r * ROW + e, matmul_load_vector<F>(w_row, step * BK + (uint32_t)e, k, wide));
-            }
+            matmul_copy_rows<F>(wt, matmul_rows{w, w2, w_last, split_rows}, step * BK, k, wide);
         }
     };
 
@@ -7026,6 +7040,38 @@ DEV void attend_merge(const rocq_k_attention_args &a, const attend_task &t, cons
     }
 }
 
+// Stores elements d to d + 3 of a column of a block's result in work and, with the first of them,
+// its m and l.
+template <typename S>
+DEV void attend_put_result(float *result, int column, int d, float m, float l,
+                           const float (&x)[4]) {
+    gstore((u32x4 *)(result + 2 * S::COLUMNS + column * S::HEAD + d),
+           make4(bits<uint32_t>(x[0]), bits<uint32_t>(x[1]), bits<uint32_t>(x[2]),
+                 bits<uint32_t>(x[3])));
+    if (d == 0) gstore((u32x2 *)result + column, make2(bits<uint32_t>(m), bits<uint32_t>(l)));
+}
+
+// Puts OUT_COLUMNS columns of a wave's state, from column `first` of its column tile on, into LDS: o
+// to the rows from own_row on, m and l behind all rows.
+template <typename S>
+DEV void attend_put_state(const attend_state<S> &state, int first, int own_row, int slice, float *o,
+                          u32x2 *m_l) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int c = frag_col(i) - first;
+        if (c < 0 || c >= S::OUT_COLUMNS) continue;
+        float *to = o + (own_row + c) * S::OUT_STRIDE + slice * S::W + frag_row(i);
+#pragma unroll
+        for (int f = 0; f < S::O_FRAGS; f++) lput(to + 16 * f, state.o[f].v[i]);
+    }
+#pragma unroll
+    for (int s = 0; s < FRAG_SLOTS; s++) {
+        const int c = frag_slot_col(s) - first;
+        if (slice != 0 || frag_row(0) != 0 || c < 0 || c >= S::OUT_COLUMNS) continue;
+        lput(m_l + own_row + c, make2(bits<uint32_t>(state.m[s]), bits<uint32_t>(state.l[s])));
+    }
+}
+
 // Merges the states of the block's sets. If there is a single run, the columns then go to out. Else
 // each block stores its result in work, and the last one to do so merges all. LDS holds o as rows
 // [set][column tile][column of a part], then m and l of each row. A result in work is m and l of
@@ -7051,21 +7097,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
 
 #pragma unroll 1
     for (int part = 0; part < ATTEND_COLUMNS && part < n_there; part += S::OUT_COLUMNS) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int c = frag_col(i) - part;
-            if (c < 0 || c >= S::OUT_COLUMNS) continue;
-            float *to = lds + (own_row + c) * S::OUT_STRIDE + w.slice * S::W + frag_row(i);
-#pragma unroll
-            for (int f = 0; f < S::O_FRAGS; f++) lput(to + 16 * f, state.o[f].v[i]);
-        }
-#pragma unroll
-        for (int s = 0; s < FRAG_SLOTS; s++) {
-            const int c = frag_slot_col(s) - part;
-            if (w.slice != 0 || frag_row(0) != 0 || c < 0 || c >= S::OUT_COLUMNS) continue;
-            lput((u32x2 *)m_l + own_row + c,
-                 make2(bits<uint32_t>(state.m[s]), bits<uint32_t>(state.l[s])));
-        }
+        attend_put_state<S>(state, part, own_row, w.slice, lds, (u32x2 *)m_l);
         block_sync_lds();
         const int rows = S::COLUMN_TILES > 1 ? S::COLUMN_TILES * S::OUT_COLUMNS
                                              : min(n_there - part, (int)S::OUT_COLUMNS);
@@ -7096,14 +7128,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
                 }
             }
             if (n_runs > 1) {
-                if (live) {
-                    gstore((u32x4 *)(result + 2 * S::COLUMNS + column * S::HEAD + d),
-                           make4(bits<uint32_t>(x[0]), bits<uint32_t>(x[1]), bits<uint32_t>(x[2]),
-                                 bits<uint32_t>(x[3])));
-                    if (d == 0)
-                        gstore((u32x2 *)result + column,
-                               make2(bits<uint32_t>(top), bits<uint32_t>(sum)));
-                }
+                if (live) attend_put_result<S>(result, column, d, top, sum, x);
             } else {
                 attend_put_out(a, t, t.column0 + column, d, live, top, sum, x);
             }
@@ -11258,6 +11283,15 @@ DEV void conv_multiply_lds(frag_c (&c)[TM][8], const f16 *w, int w_chunk, const 
     wmma_lds_end();
 }
 
+// Where a thread's vectors of w lie: in bytes, vector `chunk` of each of its rows.
+template <int N>
+DEV void conv_w_offsets(uint32_t (&own)[N], int row, uint32_t last, uint32_t k, int chunk) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const uint32_t r = (uint32_t)(row + i * CONV_LOAD_ROWS);
+        own[i] = ((r < last ? r : last) * k + 8 * (uint32_t)chunk) * 2;
+    }
+}
 // Eight halves of w one by one, at any alignment; those from number `left` on are 0.
 DEV u32x4 conv_gather_w(const uint16_t *from, int left) {
     uint32_t h[8];
@@ -11296,11 +11330,7 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         return (u32x4 *)(wt + buffer * W_TILE + chunk * W_CHUNK) + at;
     };
     uint32_t own[N_W]; // bytes
-#pragma unroll
-    for (int i = 0; i < N_W; i++) {
-        const uint32_t r = (uint32_t)(row + i * CONV_LOAD_ROWS);
-        own[i] = ((r < w_last ? r : w_last) * k + 8 * (uint32_t)chunk) * 2;
-    }
+    conv_w_offsets(own, row, w_last, k, chunk);
     const auto load_w = [&](const conv_step &at, int buffer) {
         if (!a.w_wide || row >= BM) return;
         const bool live = conv_channel(at) + 8 * chunk < a.c;
@@ -12522,6 +12552,20 @@ template <int C = 0> DEV void backward_store_transposed(const u32x4 (&v)[8], f16
     if constexpr (C < 7) backward_store_transposed<C + 1>(v, to);
 }
 
+// A unit as pairs of halves, or zeros if it is not live.
+template <int F>
+DEV void backward_unit(const raw<F> &from, uint32_t unit, bool live, uint32_t (&w)[16]) {
+    u32x4 h[4];
+    matmul_unit_halves<F>(from, unit, h);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        w[4 * j] = live ? h[j].x : 0;
+        w[4 * j + 1] = live ? h[j].y : 0;
+        w[4 * j + 2] = live ? h[j].z : 0;
+        w[4 * j + 3] = live ? h[j].w : 0;
+    }
+}
+
 // What a thread loads of an operand with r outermost: a chunk of 8 elements of each of 8
 // neighbouring r. Past the end of a row it loads the row's last chunk again, of which nothing is
 // stored in c. Past the last r it loads that again, and backward_clear_tail sets it to 0.
@@ -12636,16 +12680,7 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
             uint32_t w[2][16];
 #pragma unroll
             for (uint32_t i = 0; i < 2; i++) {
-                u32x4 h[4];
-                matmul_unit_halves<F>(br[i], unit, h);
-                const bool live = r + pair_r + i < n_r;
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    w[i][4 * j] = live ? h[j].x : 0;
-                    w[i][4 * j + 1] = live ? h[j].y : 0;
-                    w[i][4 * j + 2] = live ? h[j].z : 0;
-                    w[i][4 * j + 3] = live ? h[j].w : 0;
-                }
+                backward_unit<F>(br[i], unit, r + pair_r + i < n_r, w[i]);
             }
             f16 *const to = bt + ((t % 4 & 2) * 32 + (t & 1) * 4) * ROW + pair_r;
 #pragma unroll
@@ -13195,10 +13230,32 @@ DEV void back_turn(frag_c &s, const u32x2 *weights, const float *delta) {
     }
 }
 
+// P is 0 where a query, whose position is in LDS, does not see the position: first and up.
+DEV void back_hide(float (&p)[8], const int *queries, int first, int window) {
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        const int back = lget(queries + frag_row(v)) - first - frag_col(v);
+        if (back < 0 || back >= window) p[v] = 0.0f;
+    }
+}
 // P cap' of a fragment, into LDS, for the other wave of a pair.
 DEV void back_give(u32x2 *weights, const float (&p)[8]) {
     lput(weights, make2(attend_pair(p[0], p[1]), attend_pair(p[2], p[3])));
     lput(weights + 32, make2(attend_pair(p[4], p[5]), attend_pair(p[6], p[7])));
+}
+
+// s = Q K^T or dO V^T: the image of a tile of columns times fragments of KEYS times 16 positions.
+template <int KEYS, int FRAGS>
+DEV void back_multiply(frag_c (&s)[KEYS], const f16 *image, const frag (&own)[KEYS][FRAGS]) {
+#pragma unroll
+    for (int key = 0; key < KEYS; key++) back_clear(s[key]);
+#pragma unroll
+    for (int f = 0; f < FRAGS; f++) {
+        if (f % 2 == 0) keep_order();
+        const frag x = frag_load_lane(image + 256 * f, 128);
+#pragma unroll
+        for (int key = 0; key < KEYS; key++) wmma(s[key], x, own[key][f]);
+    }
 }
 
 template <int D>
@@ -13262,15 +13319,7 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         const bool hides = a.causal && (last > p_first || p_last - first >= window);
         frag_c s[S::KEY_FRAGS]; // S or dP, then P or dS
         if (live) {
-#pragma unroll
-            for (int key = 0; key < S::KEY_FRAGS; key++) back_clear(s[key]);
-#pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                if (f % 2 == 0) keep_order();
-                const frag x = frag_load_lane(images + 256 * f, 128);
-#pragma unroll
-                for (int key = 0; key < S::KEY_FRAGS; key++) wmma(s[key], x, mine[key][f]);
-            }
+            back_multiply(s, images, mine);
         }
         if (live && role == 0) {
 #pragma unroll
@@ -13282,14 +13331,7 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
                 for (int v = 0; v < 8; v++) {
                     p[v] = exp2_fast(fmaf(x.v[v], score.factor, -lget(lse + frag_row(v))));
                 }
-                if (hides) {
-                    const int j = first + 16 * key;
-#pragma unroll
-                    for (int v = 0; v < 8; v++) {
-                        const int back = lget(at + frag_row(v)) - j - frag_col(v);
-                        if (back < 0 || back >= window) p[v] = 0.0f;
-                    }
-                }
+                if (hides) back_hide(p, at, first + 16 * key, window);
                 const frag_c bare = {{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}};
                 back_bend(score, p, x);
                 x = bare;
