@@ -12566,6 +12566,15 @@ DEV void backward_unit(const raw<F> &from, uint32_t unit, bool live, uint32_t (&
     }
 }
 
+// Stores the units of rows r and r + 1, transposed: each element of one beside that of the other.
+DEV void backward_store_pairs(const uint32_t (&w)[2][16], f16 *to) {
+#pragma unroll
+    for (int e = 0; e < 32; e++) {
+        lput((uint32_t *)(to + (e % 8 * 8 + e / 8) * BACKWARD_ROW),
+             byte_perm(w[1][e / 2], w[0][e / 2], e % 2 ? 0x07060302 : 0x05040100));
+    }
+}
+
 // What a thread loads of an operand with r outermost: a chunk of 8 elements of each of 8
 // neighbouring r. Past the end of a row it loads the row's last chunk again, of which nothing is
 // stored in c. Past the last r it loads that again, and backward_clear_tail sets it to 0.
@@ -12683,11 +12692,7 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
                 backward_unit<F>(br[i], unit, r + pair_r + i < n_r, w[i]);
             }
             f16 *const to = bt + ((t % 4 & 2) * 32 + (t & 1) * 4) * ROW + pair_r;
-#pragma unroll
-            for (int e = 0; e < 32; e++) {
-                lput((uint32_t *)(to + (e % 8 * 8 + e / 8) * ROW),
-                     byte_perm(w[1][e / 2], w[0][e / 2], e % 2 ? 0x07060302 : 0x05040100));
-            }
+            backward_store_pairs(w, to);
         }
         keep_order(); // one operand is transposed at a time
         if constexpr (TURNED) {
@@ -13210,8 +13215,8 @@ template <typename F> DEV void back_clear(F &c) {
 
 // Stores the lane's elements of a row of a result: element v of each of its fragments.
 template <int N>
-DEV void back_put_row(const rocq_k_tensor &t, char *row, const frag_c (&sum)[N], int v, int head_dim,
-                      float scale) {
+DEV void back_put_row(const rocq_k_tensor &t, char *row, const frag_c (&sum)[N], int v,
+                      const int32_t &head_dim, const float &scale) {
 #pragma unroll
     for (int f = 0; f < N; f++) {
         const int e = 16 * f + frag_col(v);
@@ -13255,6 +13260,32 @@ DEV void back_multiply(frag_c (&s)[KEYS], const f16 *image, const frag (&own)[KE
         const frag x = frag_load_lane(image + 256 * f, 128);
 #pragma unroll
         for (int key = 0; key < KEYS; key++) wmma(s[key], x, own[key][f]);
+    }
+}
+
+DEV void back_put_side(const u32x4 &side, float *lse, float *delta, int *position) { // into LDS
+    lput(lse, bits<float>(side.x));
+    lput(delta, bits<float>(side.y));
+    lput(position, (int)side.z);
+}
+
+// P, in place of the scores x that it was made of; and P cap' for the other wave.
+DEV void back_share_weights(frag_c &x, const back_score &score, float (&p)[8], u32x2 *to) {
+    const frag_c bare = {{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}};
+    back_bend(score, p, x);
+    x = bare;
+    back_give(to, p);
+}
+
+// dV += P^T dO, or dK += dS^T Q: own is P or dS of the wave's positions.
+template <int KEYS, int FRAGS>
+DEV void back_add(frag_c (&sum)[KEYS][FRAGS], const frag (&own)[KEYS], const f16 *image) {
+#pragma unroll
+    for (int f = 0; f < FRAGS; f++) {
+        if (f % 2 == 0) keep_order();
+        const frag x = frag_load_lane(image + 256 * f, 128);
+#pragma unroll
+        for (int key = 0; key < KEYS; key++) wmma(sum[key][f], own[key], x);
     }
 }
 
@@ -13304,9 +13335,7 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         block_sync_lds();
         back_put(tile, share);
         if (thread < 16) {
-            lput(lse + thread, bits<float>(side.x));
-            lput(delta + thread, bits<float>(side.y));
-            lput(at + thread, (int)side.z);
+            back_put_side(side, lse + thread, delta + thread, at + thread);
         }
         block_sync_lds();
         const int next = c + 16;
@@ -13324,18 +13353,14 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         if (live && role == 0) {
 #pragma unroll
             for (int key = 0; key < S::KEY_FRAGS; key++) {
-                frag_c &x = s[key];
                 float p[8];
-                back_cap(score, x);
+                back_cap(score, s[key]);
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
-                    p[v] = exp2_fast(fmaf(x.v[v], score.factor, -lget(lse + frag_row(v))));
+                    p[v] = exp2_fast(fmaf(s[key].v[v], score.factor, -lget(lse + frag_row(v))));
                 }
                 if (hides) back_hide(p, at, first + 16 * key, window);
-                const frag_c bare = {{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}};
-                back_bend(score, p, x);
-                x = bare;
-                back_give(weights + 64 * key, p);
+                back_share_weights(s[key], score, p, weights + 64 * key);
             }
         }
         block_sync_lds();
@@ -13348,13 +13373,7 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
             }
             operand[key] = frag_from_c(s[key]);
         }
-#pragma unroll
-        for (int f = 0; f < S::FRAGS; f++) {
-            if (f % 2 == 0) keep_order();
-            const frag x = frag_load_lane(images + 2 * S::IMAGE + 256 * f, 128);
-#pragma unroll
-            for (int key = 0; key < S::KEY_FRAGS; key++) wmma(sum[key][f], operand[key], x);
-        }
+        back_add(sum, operand, images + 2 * S::IMAGE);
     }
 
     const rocq_k_attention_backward_args &b = reread(a);
@@ -13370,6 +13389,37 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
             back_put_row(to, row_of(to, kv_head, j, seq), sum[key], v, b.head_dim, scale);
         }
     }
+}
+
+// Of each column of the lane: lse and delta, and the positions from low to high - 1, which it sees.
+struct back_sides {
+    float lse[FRAG_SLOTS], delta[FRAG_SLOTS];
+    int low[FRAG_SLOTS], high[FRAG_SLOTS];
+};
+DEV back_sides back_sides_of(const rocq_k_attention_backward_args &a, const u32x4 *from) {
+    back_sides s;
+#pragma unroll
+    for (int i = 0; i < FRAG_SLOTS; i++) {
+        const u32x4 side = gload(from + frag_slot_col(i));
+        s.lse[i] = bits<float>(side.x);
+        s.delta[i] = bits<float>(side.y);
+        s.low[i] = a.window > 0 ? (int)side.z - a.window + 1 : 0;
+        s.high[i] = a.causal ? min((int)side.z + 1, a.n_kv) : a.n_kv;
+    }
+    return s;
+}
+
+// P cap' of S, for the positions from first on, some of which may be hidden from a column if `hides`.
+DEV void back_weigh(float (&p)[8], frag_c &s, const back_score &score, const back_sides &side,
+                    bool hides, int first) {
+    back_cap(score, s);
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        const int slot = frag_slot(v), j = first + frag_row(v);
+        p[v] = exp2_fast(fmaf(s.v[v], score.factor, -side.lse[slot]));
+        if (hides && (j < side.low[slot] || j >= side.high[slot])) p[v] = 0.0f;
+    }
+    back_bend(score, p, s);
 }
 
 template <int D>
@@ -13411,16 +13461,7 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
         }
         wave_sync();
     }
-    float lse[FRAG_SLOTS], delta[FRAG_SLOTS];
-    int low[FRAG_SLOTS], high[FRAG_SLOTS];
-#pragma unroll
-    for (int i = 0; i < FRAG_SLOTS; i++) {
-        const u32x4 side = gload(sides + column + frag_slot_col(i));
-        lse[i] = bits<float>(side.x);
-        delta[i] = bits<float>(side.y);
-        low[i] = a.window > 0 ? (int)side.z - a.window + 1 : 0;
-        high[i] = a.causal ? min((int)side.z + 1, a.n_kv) : a.n_kv;
-    }
+    const back_sides side = back_sides_of(a, sides + column);
     const int wave_low = shift + column / a.group, wave_high = shift + (column + 15) / a.group;
     back_share<S::Q_CHUNKS, S::THREADS> share;
     const f16 *const images = (const f16 *)tile + frag_lane(128, 64);
@@ -13450,14 +13491,7 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
                 wmma(s, frag_load_lane(k + 256 * f, 128), q[f]);
             }
             float weight[8];
-            back_cap(score, s);
-#pragma unroll
-            for (int v = 0; v < 8; v++) {
-                const int slot = frag_slot(v), p = first + frag_row(v);
-                weight[v] = exp2_fast(fmaf(s.v[v], score.factor, -lse[slot]));
-                if (hides && (p < low[slot] || p >= high[slot])) weight[v] = 0.0f;
-            }
-            back_bend(score, weight, s);
+            back_weigh(weight, s, score, side, hides, first);
 #pragma unroll
             for (int f = 0; f < S::FRAGS; f++) {
                 if (DOUT_IN_LDS || f % 2 == 0) keep_order();
@@ -13466,7 +13500,7 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
                 else wmma(ds, x, dout[DOUT_IN_LDS ? 0 : f]);
             }
 #pragma unroll
-            for (int v = 0; v < 8; v++) ds.v[v] = weight[v] * (ds.v[v] - delta[frag_slot(v)]);
+            for (int v = 0; v < 8; v++) ds.v[v] = weight[v] * (ds.v[v] - side.delta[frag_slot(v)]);
             const frag operand = frag_from_c(ds);
 #pragma unroll
             for (int f = 0; f < S::FRAGS; f++) {
@@ -13483,11 +13517,7 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
         const int c = column + frag_row(v);
         if (c >= b.n_columns) continue;
         char *const row = row_of(b.dq, kv_head * b.group + c % b.group, c / b.group, seq);
-#pragma unroll
-        for (int f = 0; f < S::FRAGS; f++) {
-            const int e = 16 * f + frag_col(v);
-            if (e < b.head_dim) put_float(b.dq.format, row, e, sum[f].v[v] * b.scale);
-        }
+        back_put_row(b.dq, row, sum, v, b.head_dim, b.scale);
     }
 }
 
