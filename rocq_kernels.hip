@@ -4943,31 +4943,6 @@ DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n1
     }
 }
 
-// A tile's rows of a plain format: of w, or half of them of w and the others of w2. Rows past the
-// last repeat it.
-struct matmul_rows {
-    const char *w, *w2;
-    uint32_t last;
-    bool split;
-};
-// Loads elements k0 to k0 + 63 of all rows, of k elements each, and puts them into LDS in F16.
-template <int F>
-DEV void matmul_copy_rows(f16 *to, const matmul_rows &rows, uint32_t k0, uint32_t k, bool wide) {
-    enum { BM = ROCQ_K_MATMUL_M };
-    const int vectors = MATMUL_F16_BK / vector_elems<F>(); // of a row
-#pragma unroll 1
-    for (int i = (int)thread_index(); i < BM * vectors; i += 128) {
-        const int r = i / vectors, e = i % vectors * vector_elems<F>();
-        const bool other = rows.split && r >= BM / 2;
-        const uint32_t r_own = (uint32_t)(other ? r - BM / 2 : r);
-        const uint32_t r_in = r_own < rows.last ? r_own : rows.last;
-        const char *const row =
-            (other ? rows.w2 : rows.w) + r_in * (k * (16 / vector_elems<F>()));
-        matmul_put_vector<F>(to + r * MATMUL_F16_ROW + e,
-                             matmul_load_vector<F>(row, k0 + (uint32_t)e, k, wide));
-    }
-}
-
 // With EXPERTS it is matmul_experts, the product by expert, in tiles of 32 or 64 columns. A weight
 // is decoded once for all columns of a tile, so 64 are for prompts that fill them: a wave has 32 by
 // 64, LDS is 27 KB, and of a tile with up to 32 columns only those are multiplied. experts_sort
@@ -5106,7 +5081,18 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
                 lput(to, matmul_vector_halves<F>(wp[i]));
             }
         } else { // no prefetch: F32 would take 64 registers for it, misaligned rows many loads
-            matmul_copy_rows<F>(wt, matmul_rows{w, w2, w_last, split_rows}, step * BK, k, wide);
+            const int vectors = BK / vector_elems<F>(); // of a row
+#pragma unroll 1
+            for (int i = t; i < BM * vectors; i += 128) {
+                const int r = i / vectors, e = i % vectors * vector_elems<F>();
+                const bool other = split_rows && r >= BM / 2;
+                const uint32_t r_own = (uint32_t)(other ? r - BM / 2 : r);
+                const uint32_t r_in = r_own < w_last ? r_own : w_last;
+                const char *const w_row =
+                    (other ? w2 : w) + r_in * (k * (16 / vector_elems<F>()));
+                matmul_put_vector<F>(
+                    wt + r * ROW + e, matmul_load_vector<F>(w_row, step * BK + (uint32_t)e, k, wide));
+            }
         }
     };
 
@@ -7051,27 +7037,6 @@ DEV void attend_put_result(float *result, int column, int d, float m, float l,
     if (d == 0) gstore((u32x2 *)result + column, make2(bits<uint32_t>(m), bits<uint32_t>(l)));
 }
 
-// Puts OUT_COLUMNS columns of a wave's state, from column `first` of its column tile on, into LDS: o
-// to the rows from own_row on, m and l behind all rows.
-template <typename S>
-DEV void attend_put_state(const attend_state<S> &state, int first, int own_row, int slice, float *o,
-                          u32x2 *m_l) {
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int c = frag_col(i) - first;
-        if (c < 0 || c >= S::OUT_COLUMNS) continue;
-        float *to = o + (own_row + c) * S::OUT_STRIDE + slice * S::W + frag_row(i);
-#pragma unroll
-        for (int f = 0; f < S::O_FRAGS; f++) lput(to + 16 * f, state.o[f].v[i]);
-    }
-#pragma unroll
-    for (int s = 0; s < FRAG_SLOTS; s++) {
-        const int c = frag_slot_col(s) - first;
-        if (slice != 0 || frag_row(0) != 0 || c < 0 || c >= S::OUT_COLUMNS) continue;
-        lput(m_l + own_row + c, make2(bits<uint32_t>(state.m[s]), bits<uint32_t>(state.l[s])));
-    }
-}
-
 // Merges the states of the block's sets. If there is a single run, the columns then go to out. Else
 // each block stores its result in work, and the last one to do so merges all. LDS holds o as rows
 // [set][column tile][column of a part], then m and l of each row. A result in work is m and l of
@@ -7097,7 +7062,21 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
 
 #pragma unroll 1
     for (int part = 0; part < ATTEND_COLUMNS && part < n_there; part += S::OUT_COLUMNS) {
-        attend_put_state<S>(state, part, own_row, w.slice, lds, (u32x2 *)m_l);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int c = frag_col(i) - part;
+            if (c < 0 || c >= S::OUT_COLUMNS) continue;
+            float *to = lds + (own_row + c) * S::OUT_STRIDE + w.slice * S::W + frag_row(i);
+#pragma unroll
+            for (int f = 0; f < S::O_FRAGS; f++) lput(to + 16 * f, state.o[f].v[i]);
+        }
+#pragma unroll
+        for (int s = 0; s < FRAG_SLOTS; s++) {
+            const int c = frag_slot_col(s) - part;
+            if (w.slice != 0 || frag_row(0) != 0 || c < 0 || c >= S::OUT_COLUMNS) continue;
+            lput((u32x2 *)m_l + own_row + c,
+                 make2(bits<uint32_t>(state.m[s]), bits<uint32_t>(state.l[s])));
+        }
         block_sync_lds();
         const int rows = S::COLUMN_TILES > 1 ? S::COLUMN_TILES * S::OUT_COLUMNS
                                              : min(n_there - part, (int)S::OUT_COLUMNS);
