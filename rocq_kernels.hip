@@ -3635,12 +3635,19 @@ DEV bool matvec_low_wait(const rocq_k_matvec_args &a, int product, int rank,
     }
     return there;
 }
-// Makes B t of a lane's row, for each adapter. b and word are of the first 16 ranks.
+// What a lane knows of the adapters of its product: the ranks and scales of both, and the word of t
+// for the first 16 ranks.
+struct matvec_low_own {
+    int32_t ranks[2];
+    float scales[2];
+    uint32_t word;
+};
+// Makes B t of a lane's row, for each adapter. b is of the first 16 ranks.
 DEV void matvec_low_add(const rocq_k_matvec_args &a, int product, int row, const uint32_t *words,
-                        matvec_low_b b, uint32_t word, const int32_t (&ranks)[2],
-                        const float (&scales)[2], float (&sums)[2]) {
+                        matvec_low_b b, const matvec_low_own &own, float (&sums)[2]) {
+    uint32_t word = own.word;
     const rocq_k_lora *const lora = a.lora[product];
-    const int rank = max(ranks[0], ranks[1]);
+    const int rank = max(own.ranks[0], own.ranks[1]);
     sums[0] = sums[1] = 0.0f;
 #pragma unroll 1
     for (int rank0 = 0; rank0 < rank; rank0 += 16) {
@@ -3652,7 +3659,7 @@ DEV void matvec_low_add(const rocq_k_matvec_args &a, int product, int row, const
         for (int i = 0; i < 2; i++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                if (rank0 + 8 * h >= ranks[i]) continue;
+                if (rank0 + 8 * h >= own.ranks[i]) continue;
 #pragma unroll
                 for (int q = 0; q < 2; q++) {
                     float u[4];
@@ -3666,8 +3673,8 @@ DEV void matvec_low_add(const rocq_k_matvec_args &a, int product, int row, const
             }
         }
     }
-    sums[0] *= scales[0];
-    sums[1] *= scales[1];
+    sums[0] *= own.scales[0];
+    sums[1] *= own.scales[1];
 }
 
 // Makes the x of the kernels matvec_row_*. Block 0 also stores it if a.row.y is set. That pointer
@@ -3728,7 +3735,8 @@ DEV void matvec_low_wave(const rocq_k_matvec_args &a, const matvec_at &at, int m
     while (!matvec_low_wait(a, at.product, rank, words, index, word)) {
         matvec_low_help<ROW>(a, at.row_x, words);
     }
-    matvec_low_add(a, at.product, row, words, b, word, ranks, scales, tail.lora);
+    const matvec_low_own own = {{ranks[0], ranks[1]}, {scales[0], scales[1]}, word};
+    matvec_low_add(a, at.product, row, words, b, own, tail.lora);
     matvec_meet();
     if (!tail.live) return;
     const matvec_pair both = matvec_pair_of<1>(tail, at.sums);
@@ -13991,10 +13999,10 @@ DEV float one_less_power(float log_beta, float t) {
     return -x * y;
 }
 
-// The codes of m or v as numbers, and back. Before a number is rounded, an offset from -1/2 to 1/2
+// The codes of m, or of v (SECOND), as numbers, and back. Before a number is rounded, an offset from -1/2 to 1/2
 // is added that depends on the element and the step: see rocq__moment_encode_scalar.
-DEV void moment_load(const void *codes, int64_t k, int count, bool wide, float scale, bool second,
-                     float v[4]) {
+template <bool SECOND>
+DEV void moment_load(const void *codes, int64_t k, int count, bool wide, float scale, float v[4]) {
     uint32_t word = 0;
     if (wide && count == 4) {
         word = gload((const uint32_t *)((const char *)codes + k));
@@ -14005,19 +14013,20 @@ DEV void moment_load(const void *codes, int64_t k, int count, bool wide, float s
     }
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-        const float root = (float)((int8_t)(word >> 8 * e) + (second ? 128 : 0)) * scale;
-        v[e] = second ? root * root : root;
+        const float root = (float)((int8_t)(word >> 8 * e) + (SECOND ? 128 : 0)) * scale;
+        v[e] = SECOND ? root * root : root;
     }
 }
-DEV void moment_store(void *codes, int64_t k, int count, bool wide, float inverse, bool second,
-                      float dither, const float v[4]) {
+template <bool SECOND>
+DEV void moment_store(void *codes, int64_t k, int count, bool wide, float inverse, float dither,
+                      const float v[4]) {
     uint32_t word = 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
         const float u = fmaf((float)((int)(k & 255) + e), 0.618033989f, dither);
-        float q = rintf(fmaf(second ? sqrtf(v[e]) : v[e], inverse, u - rintf(u)));
-        if (second) q = fmaxf(q, v[e] > 0.0f ? 1.0f : 0.0f) - 128.0f;
-        q = fminf(fmaxf(q, second ? -128.0f : -127.0f), 127.0f);
+        float q = rintf(fmaf(SECOND ? sqrtf(v[e]) : v[e], inverse, u - rintf(u)));
+        if (SECOND) q = fmaxf(q, v[e] > 0.0f ? 1.0f : 0.0f) - 128.0f;
+        q = fminf(fmaxf(q, SECOND ? -128.0f : -127.0f), 127.0f);
         word |= ((uint32_t)(int)q & 255u) << 8 * e;
     }
     if (wide && count == 4) {
@@ -14054,8 +14063,8 @@ KERNEL(adamw, rocq_k_adamw_args, 256) {
         get4(ROCQ_F32, (const char *)a.w, whole[j], k[j], count[j], w[j]);
         get4(ROCQ_F32, (const char *)a.g, whole[j], k[j], count[j], g[j]);
         if (a.coded) {
-            moment_load(a.m, k[j], count[j], wide, m_scale, false, m[j]);
-            moment_load(a.v, k[j], count[j], wide, v_scale, true, v[j]);
+            moment_load<false>(a.m, k[j], count[j], wide, m_scale, m[j]);
+            moment_load<true>(a.v, k[j], count[j], wide, v_scale, v[j]);
         } else {
             get4(ROCQ_F32, (const char *)a.m, whole[j], k[j], count[j], m[j]);
             get4(ROCQ_F32, (const char *)a.v, whole[j], k[j], count[j], v[j]);
@@ -14090,8 +14099,8 @@ KERNEL(adamw, rocq_k_adamw_args, 256) {
             const float dither = (float)((uint32_t)t * 0x9e3779b9u >> 8) * 0x1p-24f;
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                moment_store(a.m, k[j], count[j], wide, m_inverse, false, dither, m[j]);
-                moment_store(a.v, k[j], count[j], wide, v_inverse, true, dither + 0.5f, v[j]);
+                moment_store<false>(a.m, k[j], count[j], wide, m_inverse, dither, m[j]);
+                moment_store<true>(a.v, k[j], count[j], wide, v_inverse, dither + 0.5f, v[j]);
             }
             if (lane_index() == 0) {
                 gstore(a.m_scale + strip, m_most / 127.0f);
