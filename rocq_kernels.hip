@@ -32,6 +32,9 @@
        >>training    the backward of the ops, cross-entropy, AdamW
        >>entry       the self-test, and the table of kernels for programs that link this file
 
+   Parts of matmul, attention, pictures and training that only chips with more than 64 KiB of LDS a
+   block run (NVIDIA's Hopper) are headed by [large LDS] and where RDNA3's code goes on.
+
    CONVENTIONS
    A wave is 32 lanes. Blocks are one-dimensional. Every kernel takes one args struct by value and
    adds args.common.block0 to blockIdx.x, so that the host can cut a long grid into short launches.
@@ -78,7 +81,7 @@
 //   block_sync_lds           barrier of the block that orders LDS only. Loads and stores of global
 //                            memory stay in flight across it, so global data that one wave stores
 //                            before it must not be read or written by another wave after it
-//   group_sync_lds(group)    the same among the four waves of a group, if not of more
+//   group_sync_lds(group)    block_sync_lds for the four waves of a group, or for more of them
 //   wave_sync                what lanes of the wave wrote to LDS before it is visible to the wave's
 //                            other lanes after it
 //   block_index, n_threads   blockIdx.x, blockDim.x
@@ -93,10 +96,9 @@
 //   halves_times(x, n)       each 16-bit half of x times n; the products have to fit their halves
 //   byte_levels(table, n)    looks bytes up in a table of 16: byte i of x is byte (n >> 8 i) & 15
 //                            of the table, byte i of y likewise for n >> 4
-//   e2m1_dot(n, low, high, plus, minus)     adds to plus - minus the products of the levels of E2M1
-//                            that n's low nibbles stand for with low's bytes, and of those of the
-//                            high nibbles with high's, where e2m1_order(low, high) came first. Not
-//                            where E2M1_SIGNS is 0
+//   e2m1_dot(n, low, high, plus, minus)     adds two dot products to plus - minus: the E2M1 levels
+//                            of n's low nibbles by the bytes of low, and those of its high nibbles
+//                            by high's. e2m1_order(low, high) comes first. Only if E2M1_SIGNS is 1
 //   exp2_fast log2_fast rcp_fast     to about 1 ulp, denormals may be 0
 //   copy_async(to, from, live)  copies a vector from global memory to LDS, or zeros if not live;
 //                            copy_async_part its first bytes, and zeros behind them. copies_close
@@ -109,12 +111,12 @@
 //   atomic_look(p)           loads what others add; relaxed
 //   lds_add(p, n), lds_take(p, n)    atomic, in LDS; lds_take returns the old value
 //   frag, frag_c, wmma       16x16x16 on the matrix unit, see there
-//   wmma_vectors             the same from vectors that lanes read from memory, see there
+//   wmma_vectors             wmma of vectors that lanes read from memory, see there
 //   turn_take(g) turn_pass(g)  group g of four waves waits until another has passed it the turn;
 //                            all threads of a group call them. They order no memory
 //   launch_begin launch_next  see there; nothing but on Hopper
 //   WMMA_LDS, wmma_lds       whether four waves can multiply straight from LDS, see there
-//   WMMA_TILES, wmma_tile    the same of whole tiles, as the kernels named _lds have them
+//   WMMA_TILES, wmma_tile    and whole tiles from LDS, as in the kernels named _lds
 //   target_id                0x1100 and so on, 0 where not gfx
 
 #include <stdint.h>
@@ -327,8 +329,8 @@ enum { FRAG_SLOTS = 4 };
 DEV int frag_row(int v) { return (int)(threadIdx.x & 31) / 4 + 8 * (v >> 1 & 1); }
 DEV int frag_col(int v) { return 2 * (int)(threadIdx.x & 3) + (v & 1) + 8 * (v >> 2); }
 DEV constexpr int frag_slot(int v) { return (v & 1) + 2 * (v >> 2); }
-// The column of a slot; then reductions over the 16 rows of a slot's column, of which x is over
-// those rows that the lane holds.
+// frag_slot_col: the column of a slot. frag_col_max, _sum: over all 16 rows of it, from x over the
+// rows that the lane holds.
 DEV int frag_slot_col(int s) { return 2 * (int)(threadIdx.x & 3) + (s & 1) + 8 * (s >> 1); }
 DEV float frag_col_max(float x) {
     x = fmaxf(x, wave_xor<4>(x));
@@ -340,7 +342,8 @@ DEV float frag_col_sum(float x) {
     x += wave_xor<8>(x);
     return x + wave_xor<16>(x);
 }
-// The same for rows: the lane's elements lie in FRAG_ROW_SLOTS rows, v in that of frag_row_slot(v).
+// Slots of rows: the lane's elements lie in FRAG_ROW_SLOTS rows, element v in slot
+// frag_row_slot(v).
 enum { FRAG_ROW_SLOTS = 2 };
 DEV constexpr int frag_row_slot(int v) { return v >> 1 & 1; }
 DEV int frag_slot_row(int s) { return (int)(threadIdx.x & 31) / 4 + 8 * s; }
@@ -387,7 +390,7 @@ DEV frag frag_load(const f16 *tile, int stride) { // LDS
                  : "r"(at) : "memory");
     return f;
 }
-// The same for a B operand only. Its two instructions take words 0 and 2, then 1 and 3, so they are
+// frag_load for a B operand. Its two instructions take words 0 and 2, then 1 and 3, so they are
 // loaded in the order 0 2 1 3.
 struct frag_b { uint32_t w[4]; };
 DEV frag_b frag_load_b(const f16 *tile, int stride) { // LDS
@@ -399,9 +402,9 @@ DEV frag_b frag_load_b(const f16 *tile, int stride) { // LDS
                  : "r"(at) : "memory");
     return f;
 }
-// The same from a tile whose K is split in chunks of 8, each a column of rows of 16 bytes: element
-// (row, k) is at tile[k / 8 * chunk + row / 8 * eight + row % 8 * 8 + k % 8]. The loads take tile +
-// frag_lane(chunk, eight), or frag_lane_b.
+// An operand from a tile whose K is cut into chunks of 8, each a column of rows of 16 bytes:
+// element (row, k) is at tile[k / 8 * chunk + row / 8 * eight + row % 8 * 8 + k % 8]. The loads
+// take tile + frag_lane(chunk, eight), or frag_lane_b.
 DEV int frag_lane(int chunk, int eight) {
     const int lane = (int)(threadIdx.x & 31);
     return lane / 16 * chunk + (lane / 8 & 1) * eight + (lane & 7) * 8;
@@ -459,9 +462,9 @@ DEV frag frag_from_c(const frag_c &c) {
     }
     return f;
 }
-// The same with only 8 columns: values v of frag_c8 are those of frag_c with these numbers, and B
-// has rows 0-7. frag_turned is an A operand from a tile that lies in LDS the other way round, k
-// after k, in the order of frag_from_c: element (row, k) is tile[frag_k_row(k) * stride + row].
+// A result of 8 columns only: frag_c8 has values 0 to 3 of frag_c, and frag_b8 has rows 0-7.
+// frag_turned is an A operand from a tile that lies in LDS the other way round, k after k, in the
+// order of frag_from_c: element (row, k) is tile[frag_k_row(k) * stride + row].
 enum { FRAG_8_VALUES = 4, FRAG_8_SLOTS = 2 };
 struct frag_c8 { float v[4]; };
 struct frag_b8 { uint32_t w[2]; };
@@ -516,8 +519,8 @@ DEV void wmma(frag_c &c, const frag &a, const frag_b &b) {
 }
 // Operands that lanes read from memory into registers, as vectors of 8 halves: of 16 rows by 32 k a
 // lane has FRAG_VECTORS vectors, vector i from row frag_vector_row(i) and k frag_vector_k(i) on.
-// wmma_vectors: c += a b over these 32 k. The four k of a lane that an instruction takes are
-// neighbours here, not those that it numbers so, in both operands alike: the sum is the same.
+// wmma_vectors: c += a b over these 32 k. An instruction takes four neighbouring k from a lane, not
+// the four that its layout names, but of both operands alike: the sum is the same.
 enum { FRAG_VECTORS = 2 };
 DEV int frag_vector_row(int i) { return (int)(threadIdx.x & 31) / 4 + 8 * i; }
 DEV int frag_vector_k(int) { return 8 * (int)(threadIdx.x & 3); }
@@ -532,12 +535,12 @@ DEV void wmma_vectors(frag_c &c, const u32x4 (&a)[2], const u32x4 (&b)[2]) {
 // Before it, after their last writes to LDS, all four waves call lds_written and meet at a barrier;
 // until wmma_lds_wait nobody may touch c or write what the batch reads. wmma_lds_wait<LEFT> waits
 // for all batches but the last LEFT.
-// wmma_tile: the same of 64 rows of a and 16 N columns of b over r 16 s to 16 s + 15 of tiles of 64
-// r, c[row][col] += sum of a(row, r) b(col, r). A tile is lines of 128 bytes: the 64 r of a row or,
+// wmma_tile: c[row][col] += sum of a(row, r) b(col, r) for 64 rows of a and 16 N columns of b, over
+// r = 16 s to 16 s + 15 of tiles of 64 r. A tile is lines of 128 bytes: the 64 r of a row or,
 // transposed, 64 rows at one r, for each r, then for the next 64 rows. The eight vectors of a line
 // are swizzled, vector v to v ^ line % 8, against bank conflicts. Tiles are aligned to 1024 bytes.
-// wmma_tile_rows: the same with a in registers, made from results in F32 by frag_rows_of: each wave
-// has its own 16 rows of it, over 16 r. b is transposed, with R instead of 64 values of r.
+// wmma_tile_rows: wmma_tile with a in registers: frag_rows_of makes it of results in F32, and each
+// wave has its own 16 rows, over 16 r. b is transposed, with R values of r, not 64.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 enum { WMMA_LDS = 1, WMMA_TILES = 1 };
 DEV void lds_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -831,12 +834,12 @@ enum { FRAG_SLOTS = 1 };
 DEV int frag_row(int v) { return 2 * v + (int)(thread_index() >> 4 & 1); }
 DEV int frag_col(int v) { return (int)(thread_index() & 15); }
 DEV constexpr int frag_slot(int v) { return 0; }
-// The column of a slot; then reductions over the 16 rows of a slot's column, of which x is over
-// those rows that the lane holds.
+// frag_slot_col: the column of a slot. frag_col_max, _sum: over all 16 rows of it, from x over the
+// rows that the lane holds.
 DEV int frag_slot_col(int s) { return (int)(thread_index() & 15); }
 DEV float frag_col_max(float x) { return fmaxf(x, wave_xor<16>(x)); }
 DEV float frag_col_sum(float x) { return x + wave_xor<16>(x); }
-enum { FRAG_ROW_SLOTS = 8 }; // the same for rows, which only WMMA_TILES needs
+enum { FRAG_ROW_SLOTS = 8 }; // slots of rows, which only WMMA_TILES needs
 DEV constexpr int frag_row_slot(int v) { return v; }
 DEV int frag_slot_row(int s) { return frag_row(s); }
 DEV float frag_row_max(float x) { return x; }
@@ -859,9 +862,9 @@ DEV frag frag_load_global(const f16 *tile, int64_t stride) {
 }
 typedef frag frag_b; // a platform may load B operands in an order of their own; this one does not
 DEV frag_b frag_load_b(const f16 *tile, int stride) { return frag_load(tile, stride); }
-// The same from a tile whose K is split in chunks of 8, each a column of rows of 16 bytes: element
-// (row, k) is at tile[k / 8 * chunk + row / 8 * eight + row % 8 * 8 + k % 8]. The loads take tile +
-// frag_lane(chunk, eight), or frag_lane_b.
+// An operand from a tile whose K is cut into chunks of 8, each a column of rows of 16 bytes:
+// element (row, k) is at tile[k / 8 * chunk + row / 8 * eight + row % 8 * 8 + k % 8]. The loads
+// take tile + frag_lane(chunk, eight), or frag_lane_b.
 DEV int frag_lane(int, int eight) {
     const int lane = (int)thread_index();
     return (lane >> 3 & 1) * eight + (lane & 7) * 8;
@@ -974,7 +977,7 @@ DEV int recomputed(int x) {
     REGISTER_BARRIER(x);
     return x;
 }
-// The same for what is one value for all lanes.
+// recomputed for a uniform x, in a scalar register.
 DEV int32_t recomputed_scalar(int32_t x) {
 #if defined(__GFX11__)
     asm volatile("" : "+s"(x));
@@ -992,9 +995,8 @@ DEV void computed(float &x) {
 #endif
     (void)x;
 }
-// nvcc loads a field of the args again at each use, for which a wave that is alone waits. Behind
-// this it cannot. Nor does it make a table of tests that have this between them, which would be one
-// more load.
+// Keeps x in a register. nvcc loads a field of the args again at each use, for which a lone wave
+// waits. Tests of x with this between them do not become a table, which would be one more load.
 #if defined(__CUDACC__)
 DEV void held(int32_t &x) { asm volatile("" : "+r"(x)); }
 DEV void held(float &x) { asm volatile("" : "+f"(x)); }
@@ -1141,10 +1143,10 @@ DEV float block_max(float x, float *work) {
 }
 
 // Counts this block at a counter in global memory and returns how many blocks were counted before
-// it. What those stored before their call happens-before what this block loads after its own. word:
-// LDS. On gfx11 every wave fences, because a fence waits for the stores of its own wave and
-// invalidates the L0 cache of its own compute unit. On NVIDIA fences are cumulative: one thread's,
-// behind the barrier, covers what the whole block stored, and the counting itself can be the fence.
+// it. What those stored before their calls, this block sees after its own. word: LDS. On gfx11
+// every wave fences, because a fence waits for the stores of its own wave and invalidates the L0
+// cache of its own compute unit. On NVIDIA fences are cumulative: one thread's, behind the barrier,
+// covers what the whole block stored, and the counting itself can be the fence.
 DEV uint32_t block_ticket(uint32_t *counter, uint32_t *word) {
 #if !defined(__CUDACC__)
     fence_device();
@@ -1185,7 +1187,7 @@ DEV u32x2 gload_even(const uint16_t *p) {
                  gload(p + 2) | (uint32_t)gload(p + 3) << 16);
 #endif
 }
-// Address of row (i1, i2, i3), and of the same in an operand that is repeated where it has 1.
+// The address of row (i1, i2, i3). row_repeated: in a tensor that is repeated where its size is 1.
 DEV char *row_of(const rocq_k_tensor &t, int64_t i1, int64_t i2, int64_t i3) {
     return (char *)t.data + i1 * t.stride[0] + i2 * t.stride[1] + i3 * t.stride[2];
 }
@@ -1472,8 +1474,8 @@ template <int F> struct raw {
     u32x4 n, c, d;
     uint32_t b, s, t;
 };
-// Of the formats that are only read: bytes of codes, entries and signs in w, of scales in s, and d,
-// each as its format has them.
+// For formats that are only read: w has the bytes of codes, entries and signs, s those of scales; d
+// is the factor. Each is as stored.
 template <> struct raw<READ> {
     uint32_t w[8], s, d;
     int32_t format;
@@ -1520,7 +1522,7 @@ template <int F, reads R = AGAIN, typename I> DEV raw<F> load_planes(const plane
 }
 
 template <int F, reads R = AGAIN, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
-    // Of formats that are only read, several loads take parts of one cache line, which has to stay.
+    // Formats that are only read: several loads share a cache line, which has to stay.
     if constexpr (is_read<F>()) return load_read<F>(p, unit);
     else return load_planes<F, R>(p, unit);
 }
@@ -1862,7 +1864,7 @@ DEV uint32_t signed_levels(uint32_t levels, uint32_t negative) {
 DEV u32x2 spread_signs(uint32_t signs) {
     return make2(spread_bits(signs), spread_bits(signs >> 4));
 }
-// The same for signs of which only bits 0-6 are stored: bit 7 is their parity. Higher bits are
+// spread_signs for signs of which only bits 0-6 are stored: bit 7 is their parity. Higher bits are
 // ignored. In `moved` bit i of the seven is at i + 7 j for every j < 4, which puts bits 0-3 to bits
 // 0, 8, 16 and 24, and bits 4-6 to bits 4, 12 and 20.
 DEV u32x2 spread_even_signs(uint32_t signs) {
@@ -2300,9 +2302,9 @@ DEV void put_q8_0(char *block, int i, bool live, const float *v) {
     store_by2(block + 2 + 4 * i, codes);
 }
 
-// Likewise, but the element of largest magnitude, the first one of equals, gets level -8.
-// Magnitudes are compared as integers because clang 19 drops the fabsf of fabsf(x != 0 ? x : 0),
-// which is the first step of a search that begins with 0.
+// As put_q8_0, but the element of largest magnitude, the first of equals, gets level -8. Magnitudes
+// are compared as integers because clang 19 drops the fabsf of fabsf(x != 0 ? x : 0), which is the
+// first step of a search that begins with 0.
 DEV float farther(float x, float y) { // x when equal or when y is NaN
     const uint32_t mx = bits<uint32_t>(x) & 0x7fffffffu, my = bits<uint32_t>(y) & 0x7fffffffu;
     return my > mx && my <= 0x7f800000u ? y : x;
@@ -2533,8 +2535,8 @@ template <int N> DEV void hadamard(float (&v)[N], int n) {
 // -- heads rotated by position --
 // Pair i of a head at position p is rotated by p turn(i) / freq_factors[i] full turns, with turn(i)
 // as at rocq_k_rotation in rocq.h: (x0, x1) becomes magnitude (x0 cos - x1 sin, x0 sin + x1 cos).
-// Of a head's elements those below n_dims are rotated; with NEOX pair i is elements i and
-// i + n_dims / 2, else 2 i and 2 i + 1.
+// Only elements below n_dims are rotated. Pair i is elements i and i + n_dims / 2 with NEOX, else
+// 2 i and 2 i + 1.
 
 // Sine and cosine of an angle in turns (2 pi), |turns| <= 1/2. The angle is reduced to an eighth of
 // a turn on either side of 0, where the Taylor series have errors of 3e-9 (sine) and 2e-9 (cosine).
@@ -2775,12 +2777,12 @@ struct matvec_x { // a unit of a column
     int sum[2]; // of the codes of each half; in formats without halves [1] is of all 32
 };
 
-// Whether units of w keep their codes of E2M1 as they are stored, four words, for e2m1_dot: for one
-// column, as it does not find the levels once for all columns.
+// Whether units of w keep their E2M1 codes as stored, in four words, for e2m1_dot. Only with one
+// column, as e2m1_dot looks the levels up anew for each.
 template <int F, int N> DEV constexpr bool is_e2m1() {
     return E2M1_SIGNS && N == 1 && (F == ROCQ_MXFP4 || F == ROCQ_NVFP4);
 }
-// The word of x that meets the low nibbles of word i. That of the high ones is two words later in
+// The word of x for the low nibbles of word i. The one for the high nibbles is two words later in
 // NVFP4, four in MXFP4.
 template <int F> DEV constexpr int e2m1_low(int i) {
     return F == ROCQ_NVFP4 ? (i & 2) * 2 + (i & 1) : i;
@@ -3236,8 +3238,8 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
     }
 }
 
-// One wave's share of a product: ROWS rows from `row` on, and of K the steps of k_wave. The sums go
-// to out[pass][wave][ROWS c + r], with out at this wave; pass 0 is w and pass 1 is w2.
+// One wave's share of a product: ROWS rows from `row` on, over k_wave's steps of K. The sums go to
+// out[pass][wave][ROWS c + r], with out at this wave; pass 0 is w and pass 1 is w2.
 template <int F, int N, bool INT8, bool ROW>
 DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
                          int k_wave, int k_step, const u32x4 *row_x, float *out) {
@@ -3264,7 +3266,7 @@ DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weight
     }
 }
 
-// The same where F may be a name for several formats: branches to the code of the product's own.
+// matvec_products where F may stand for several formats: branches to the product's format.
 enum { MATVEC_MIXED = -1, MATVEC_LOW = -2 }; // LOW: the formats of ROCQ_K_LOW_FORMATS
 template <int F, int N, bool INT8, bool ROW>
 DEV void matvec_share(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
@@ -3350,8 +3352,7 @@ DEV void matvec_tail_lora(const rocq_k_matvec_args &a, int product, int row, mat
 template <bool LOW> DEV int matvec_k_shift(const rocq_k_matvec_args &a, int product) {
     return LOW && product == 0 ? __ffs(a.k_step / ROCQ_K_WAVE) - 1 : a.k_shift;
 }
-// With LOW one wave does this for all rows of the block, and what adapters add is left to
-// matvec_low_wave.
+// With LOW one wave has all rows of the block, and matvec_low_wave finds what adapters add.
 template <bool LOW>
 DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int first_row) {
     const rocq_k_matvec_args &a = LOW ? reread_anew(a0) : reread(a0);
@@ -3397,7 +3398,7 @@ DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int fi
     return t;
 }
 
-// Keeps what it needs at the end in registers.
+// Keeps the fields that are used at the end in registers.
 DEV void matvec_tail_hold(matvec_tail &t) {
     int32_t live = t.live, has_bias = t.e.has_bias, has_w2 = t.e.has_w2;
     int32_t has_gate = t.e.has_gate, has_residual = t.e.has_residual;
@@ -3462,7 +3463,7 @@ DEV void matvec_put_q8_0(const rocq_k_matvec_args &a, const matvec_tail &t, int 
     }
 }
 
-// Stores y, in the tail's row and column.
+// Stores y at the tail's row and column.
 template <int N>
 DEV void matvec_put(const rocq_k_matvec_args &a, const matvec_tail &t, int first_row, float *sums,
                     float y) {
@@ -3482,7 +3483,7 @@ DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_
     for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) {
         const int64_t unit = (p.row0 + min(row + r, p.m - 1)) * units;
         const char *from = (const char *)p.w + unit * bytes + at * (uint32_t)bytes;
-        if constexpr (F == READ) { // a unit's share of its block's bytes, and a whole word of them
+        if constexpr (F == READ) { // the word of the block that the unit's bytes begin in
             const planes<READ> w = read_planes(p.w, p.format);
             from = w.blocks + ((int64_t)(unit * w.bytes + at * w.bytes) >> w.shift & ~3ll);
         }
@@ -3500,8 +3501,8 @@ DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_
 // 1 << 31 less the number of the other blocks, and each of these adds 1 once it has seen which set
 // it is. So the highest bit changes only when all blocks have looked, and all of them find the same
 // bit.
-// A block has a wave more than without `low`, which multiplies no weights. While the others do, it
-// reads what the end of the block needs, waits for t and makes B t; behind their sums it stores y.
+// With `low` a block has one wave more, which multiplies no weights. While the others do, it reads
+// what the epilogue needs, waits for t and makes B t; once their sums are there, it stores y.
 enum { MATVEC_LOOKS = 4096 }; // polls of a word until a block gives up: some milliseconds
 DEV uint32_t *matvec_low_words(const rocq_k_matvec_args &a, uint32_t turn) {
     return a.low.words + ROCQ_K_LOW_TURN + turn * ROCQ_K_MATVEC_LOW;
@@ -3605,8 +3606,8 @@ DEV matvec_low_b matvec_low_load(const rocq_k_lora *lora, int row, int rank0) {
     }
     return b;
 }
-// The index of the word that a lane looks at: the first 16 lanes look at those of w, the others at
-// those of w2, of the ranks from rank0 on. MATVEC_LOW_NONE where there is none to wait for.
+// The index of the word of t that a lane polls, for the ranks from rank0 on: lanes 0-15 have those
+// of w, the others those of w2. MATVEC_LOW_NONE: there is none to wait for.
 enum : uint32_t { MATVEC_LOW_NONE = UINT32_MAX };
 DEV uint32_t matvec_low_index(const rocq_k_matvec_args &a, int product, int rank0) {
     const rocq_k_lora *const lora = a.lora[product];
@@ -3622,8 +3623,8 @@ DEV uint32_t matvec_low_look(const uint32_t *words, uint32_t index, int looks) {
     for (int i = 0; i < looks && word == 0; i++) word = atomic_look(words + index);
     return word;
 }
-// Waits until all numbers of t that the lanes of a wave need are there; false if that was in vain.
-// word is what a lane saw at its first look at words[index], and becomes what is there.
+// Waits until all numbers of t that the wave's lanes need are there; false if it gives up. word:
+// what the lane first saw at words[index], and then what it saw last.
 DEV bool matvec_low_wait(const rocq_k_matvec_args &a, int product, int rank,
                          const uint32_t *words, uint32_t index, uint32_t &word) {
     if (word == 0) word = matvec_low_look(words, index, MATVEC_LOOKS);
@@ -3698,11 +3699,10 @@ DEV void matvec_row_meet(const rocq_k_matvec_args &a, float *work) {
     matvec_meet();
 }
 
-// What the last wave of a block with LOW does. In blocks of product 0 it stores t when the sums are
-// there; in the others it has B t by then, as t is nearly always there before a block's own sums.
-// The turn is the highest bit of the first word that it looks at. Each lane loads a word of its
-// own: one that all lanes load would go to a uniform register, and nvcc's code would wait for it
-// before it goes on.
+// What the last wave of a block with LOW does. In blocks of product 0 it stores t once the sums are
+// there. In the others it makes B t, as t is nearly always there before the block's own sums. The
+// turn is the highest bit of words[0]. Each lane loads a word of its own: one that all lanes load
+// would go to a uniform register, and nvcc's code would wait for it before it goes on.
 template <bool ROW>
 DEV void matvec_low_wave(const rocq_k_matvec_args &a, const matvec_at &at, int m) {
     const uint32_t look = atomic_look(a.low.words + lane_index());
@@ -3898,8 +3898,8 @@ DEV float experts_value(int32_t kind, float limit, float alpha, bool has_w2, flo
     return has_w2 ? v * z2 : v;
 }
 
-// Which of the copies is that of expert e, or -1 if it has none. All lanes have the same e; reading
-// the first lane's entry lets the compiler keep what follows from it in scalar registers.
+// The index of expert e's copy, or -1 if it has none. All lanes have the same e; reading the first
+// lane's entry lets the compiler keep what follows from it in scalar registers.
 DEV int experts_copy(const rocq_k_experts_copies &copies, int e) {
     const int at = copies.n > 0 ? wave_read(gload(copies.at + e), 0) : -1;
     return (uint32_t)at < (uint32_t)copies.n ? at : -1;
@@ -4534,8 +4534,8 @@ template <int F> DEV planes<F> matmul_planes(const rocq_k_matmul_product &produc
     return planes_of<F>(product.w, product.w_units, product.format);
 }
 
-// Where work has the sums of a column's first split; those of the next split follow M floats
-// further on. The column is counted through all batches.
+// The address in work of a column's sums of the first split; those of the next are M floats further
+// on. Columns are counted through all batches.
 DEV float *matmul_split_sums(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
                              int64_t column) {
     return product.work + column * a.n_splits * product.m;
@@ -4564,7 +4564,7 @@ DEV void matmul_put_column(const rocq_k_matmul_product &product, const matmul_pl
     }
 }
 
-// The same with sums in LDS. Where K is split, they are stored in work for matmul_merge instead.
+// matmul_put_column with sums in LDS. If K is split they are stored in work, for matmul_merge.
 template <int R>
 DEV void matmul_put_sums(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
                          const matmul_place &at, const float *sums, int64_t m0, int64_t n) {
@@ -4731,9 +4731,9 @@ DEV matmul_place experts_place_of(const rocq_k_matmul_product &product, uint32_t
     return p;
 }
 
-// As matmul_finish, for a tile of which each wave has other rows and all columns, from row m0 of
-// its matrix on. With split_rows, waves 0 and 1 have rows of w, and waves 2 and 3 the same rows of
-// w2: then waves i and i + 2 both read z and z2 of these rows from LDS, and share the columns.
+// matmul_finish for a tile by expert: a wave has all columns of its own rows, from row m0 of its
+// matrix on. With split_rows, waves 0 and 1 have rows of w, and waves 2 and 3 the same rows of w2:
+// then waves i and i + 2 both read z and z2 of these rows from LDS, and share the columns.
 template <int TM, int TN>
 DEV void experts_finish(const rocq_k_matmul_product &product,
                         const rocq_k_experts_tiles &experts,
@@ -4834,8 +4834,8 @@ template <int F> DEV void matmul_unit_halves(const raw<F> &r, uint32_t unit, u32
     for (int i = 0; i < 4; i++) h[i] = make4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
 }
 
-// Of the units that a thread has prefetched of two rows, the one to decode in pass i of two. For
-// the formats that are only read the passes are a loop, whose code and constants are there once.
+// take_row: which of the two units that a thread has prefetched is decoded in pass i of two. For
+// formats that are only read the passes are a loop, so their code and constants are there once.
 template <int F> DEV constexpr int decode_passes() { return F == READ ? 1 : 2; } // unrolled
 template <int F> DEV raw<F> take_row(raw<F> (&r)[2], int i) {
     if constexpr (F != READ) return r[i];
@@ -5098,8 +5098,8 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
                 const uint32_t r_in = r_own < w_last ? r_own : w_last;
                 const char *const w_row =
                     (other ? w2 : w) + r_in * (k * (16 / vector_elems<F>()));
-                matmul_put_vector<F>(
-                    wt + r * ROW + e, matmul_load_vector<F>(w_row, step * BK + (uint32_t)e, k, wide));
+                matmul_put_vector<F>(wt + r * ROW + e, matmul_load_vector<F>(
+                                         w_row, step * BK + (uint32_t)e, k, wide));
             }
         }
     };
@@ -5150,6 +5150,7 @@ ROCQ_K_ALL_FORMATS(ROCQ_X, )
 #undef ROCQ_X
 
 // -- F16, from LDS --
+// [large LDS] RDNA3: skip to "-- INT8 --". Only chips with over 64 KiB of LDS run this.
 
 // Products of F16 operands where four waves multiply straight from LDS (WMMA_TILES), for matmul and
 // matmul_backward: c[row][col] = sum over r of a(row, r) b(col, r), where columns are what lies
@@ -5305,11 +5306,11 @@ DEV void lds_finish(const frag_c (&c)[BN / 16], float *work, L load, S store) {
     wave_sync();
     lds_finish_rows<BN>(work, load, store);
 }
-// The same for what most products want: y = activation(sum) * gate + residual in rows of whole
-// quads, of which `rows` and `quads` are there; gate and residual F32 or absent, y F32 or F16, and
-// the activation SiLU or none. Each points to row 0 of the tile. That takes a fraction of the
-// instructions, which a block has to fetch from L2 when its loop ends: at 29 columns and K 256 the
-// general code took 6 us for a residual and 12 for SiLU and a gate (H100).
+// lds_finish_rows for what most products want: y = activation(sum) * gate + residual in rows of
+// whole quads, of which `rows` and `quads` are there; gate and residual F32 or absent, y F32 or
+// F16, and the activation SiLU or none. Each points to row 0 of the tile. That takes a fraction of
+// the instructions, which a block has to fetch from L2 when its loop ends: at 29 columns and K 256
+// the general code took 6 us for a residual and 12 for SiLU and a gate (H100).
 struct lds_rows {
     char *y;
     const char *gate, *residual;
@@ -5456,7 +5457,7 @@ DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_prod
     };
     lds_finish_rows<BN>(work, load, store);
 }
-// All 64 rows that each of the TM tiles c of a group has, which are BM / TM apart.
+// Finishes a group's TM tiles of 64 rows, which are BM / TM rows apart.
 template <int BN, int BM, int TM>
 DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
                            matmul_place at, const frag_c (&c)[TM][BN / 16], float *work) {
@@ -5500,8 +5501,8 @@ DEV void matmul_lds(const rocq_k_matmul_args &a) {
 ROCQ_K_LDS_FORWARD_TILES(ROCQ_X, )
 #undef ROCQ_X
 
-// What a thread has of w in matmul_lds_decoded: in each step a unit of each of UNITS rows, or of
-// BF16 VECTORS vectors. Rows past the tile's last one repeat it.
+// The rows of w that a thread decodes in matmul_lds_decoded. In each step it loads one unit of each
+// of UNITS rows (BF16: VECTORS vectors). Rows past the tile's last repeat it.
 template <int F, int BN, int BM> struct lds_weights {
     enum { THREADS = 2 * BM, UNITS = BN / BM, VECTORS = 8 * BN / THREADS };
     const char *w; // the tile's first row, of a plain format
@@ -5644,8 +5645,9 @@ ROCQ_K_DECODED_FORMATS(ROCQ_X, )
 #undef ROCQ_X
 #undef ROCQ_X_TILE
 
-// matmul_few: F16 and BF16 weights and up to 16 TN columns of x, which wait for w to be read. x is
-// of format X, F16 or F32, which is rounded to F16 here, so that no launch has to do it before.
+// matmul_few: F16 and BF16 weights and up to 16 TN columns of x: reading w takes most of the time.
+// x is of format X, F16 or F32, which is rounded to F16 here, so that no launch has to do it
+// before.
 // A wave reads the operands of 32 rows straight into registers: without tiles of LDS and barriers,
 // all 16 waves of a compute unit always have loads of w in flight. The 8 waves of a block take
 // turns of 64 of K, wave i the steps i, i + 8 and so on. Their sums meet in LDS and are added in
@@ -5663,9 +5665,10 @@ DEV u32x4 matmul_few_halves(const u32x4 (&v)[2]) {
 }
 template <int F, int TN, int X> DEV void matmul_few(const rocq_k_matmul_args &a) {
     enum {
-        TM = ROCQ_K_MATMUL_FEW_M / 16, V = FRAG_VECTORS, WAVES = 8, // 36: banks of a lane's columns
-        STRIDE = ROCQ_K_MATMUL_FEW_M + 4, COLUMNS = 16 * STRIDE,    // are apart
-        X_BYTES = X == ROCQ_F32 ? 4 : 2, PARTS = X_BYTES / 2        // of a vector of x
+        TM = ROCQ_K_MATMUL_FEW_M / 16, V = FRAG_VECTORS, WAVES = 8,
+        STRIDE = ROCQ_K_MATMUL_FEW_M + 4, // 36 floats: a lane's columns are in different banks
+        COLUMNS = 16 * STRIDE,            // floats of a wave
+        X_BYTES = X == ROCQ_F32 ? 4 : 2, PARTS = X_BYTES / 2 // loads for eight elements of x
     };
     LDS(float, sums, WAVES * COLUMNS);
     const matmul_block block = matmul_block_of(a);
@@ -6307,10 +6310,10 @@ enum {
 //        8 to 11      lanes 16-23  in passes 0-3 passes 4-7
 //       12 to 15      lanes 24-31  in passes 0-3 passes 4-7
 //
-// Of K lane t has chunk t % 8 of position t / 8; each pass is ROWS_K = 4 positions further on and,
-// after the last position, 8 chunks. Of V lane t has chunk t % 8 of four consecutive k in four
-// passes: 4 by 8 elements, which it transposes in registers and stores as 8 rows of V^T with 4
-// elements each. k stands for position frag_k_row(k): 0 2 4 .. 14, then 1 3 5 .. 15.
+// Lane t loads chunk t % 8 of position t / 8 of K; each pass goes ROWS_K = 4 positions further and,
+// after the last one, 8 chunks. Of V it loads chunk t % 8 of four consecutive k in four passes: 4
+// by 8 elements, which it transposes in registers and stores as 8 rows of V^T with 4 elements each.
+// k stands for position frag_k_row(k): 0 2 4 .. 14, then 1 3 5 .. 15.
 template <int D, int BLOCK_WAVES, int TILES, int HELD, int N, int LOADERS> struct attend_shape {
     enum {
         HEAD = D,
@@ -6500,8 +6503,8 @@ DEV const char *attend_row(const attend_rows &t, const attend_place &at, int r) 
 }
 
 // Loads a thread's share of a tile of K or V. Past the end it loads the last position, and past
-// head_dim the last chunk, again. attend_put puts zeros in their place, but for K past the end,
-// whose scores attend_hide sets to -infinity.
+// head_dim the last chunk, again. attend_put stores zeros instead, except for K past the end:
+// attend_hide sets those scores to -infinity.
 template <typename S, bool V>
 DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at,
                       int thread) {
@@ -6947,9 +6950,9 @@ DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::S_FRAGS], float factor)
     }
 }
 
-// What the sums of a column are to be multiplied by, 1 / l, where its sink is added to its sum l. m
-// is the maximum that the sums are relative to. A column that saw no position, l == 0, is to get 0.
-// Stores its lse, if there is one and lse_too says so.
+// Returns 1 / l, the factor for a column's sums, after the column's sink has been added to l. m:
+// the maximum that the sums are relative to. l == 0: the column saw no position, and the caller
+// stores 0. Stores the lse if it is asked for and lse_too is set.
 DEV float attend_divisor(const rocq_k_attention_args &a, const attend_task &t,
                          const attend_column &c, float m, float l, bool lse_too) {
     const int head = t.kv_head * a.group + c.head;
@@ -7139,8 +7142,8 @@ DEV int attend_length(const rocq_k_attention_args &a, int seq) {
     return len < 1 ? 1 : a.n_kv;
 }
 
-// The positions from begin to end - 1 that a block works on: one of the n_runs runs, each of whole
-// rounds, into which what its columns see is cut. len: positions that the sequence has.
+// A block's run, positions begin to end - 1: what its columns see is cut into n_runs runs of whole
+// rounds, of which the block has one. len: positions that the sequence has.
 struct attend_run { int len, begin, end, n_runs; };
 DEV attend_run attend_run_of(const rocq_k_attention_args &a, const attend_task &t, int columns,
                              int round) {
@@ -7488,7 +7491,7 @@ DEV attend_step_task attend_step_task_of(const rocq_k_attention_args &a) {
     return t;
 }
 
-// A thread's part, and where things are in LDS.
+// What a thread works on, and where things are in LDS.
 template <int D> struct attend_step_place {
     int thread, lane, wave;
     int chunk, group; // the lane has elements 8 chunk to 8 chunk + 7 of the rows of its group
@@ -7649,7 +7652,7 @@ DEV void attend_step_renew(attend_step_tile<D> &tile, const attend_step_kv &kv,
         tile.v[p] = new_v;
     }
 }
-// The first block stores the new rows in the caches, when none of its waves reads them any more.
+// The first block stores the new rows in the KV cache, once its waves have read them.
 template <int D>
 DEV void attend_step_append(const rocq_k_attention_args &a, const attend_step_task &t, int cell,
                             const attend_step_place<D> &at) {
@@ -7920,6 +7923,7 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
     }
 }
 
+// [large LDS] RDNA3: skip to attend_decode. Only chips with over 64 KiB of LDS run this.
 // A decode step over plain F16 rows on chips with WMMA_TILES, whose LDS is large and whose copies
 // to it take no registers (attention_group). A block has a run of positions and up to COLUMNS heads
 // of a KV head's group, so that K and V are read once for all of them. Its waves take KV tiles in
@@ -8481,7 +8485,7 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     attend_finish<S>(a, state, run.n_runs, lds);
 }
 
-// Stages Q_COLUMNS columns of Q from `first` of the block's on, and loads those of the wave.
+// Stages Q_COLUMNS columns of Q, from the block's column `first` on, and loads the wave's.
 template <typename S>
 DEV void attend_load_q(frag (&q)[S::O_FRAGS], const rocq_k_attention_args &a, const attend_task &t,
                        const attend_role &w, int first, f16 *tile) {
@@ -8564,9 +8568,9 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
 
 // Prefill of D = 512. Sixteen waves, four slices of four column tiles, share each KV tile: with one
 // column tile a block, K and V would be read from L2 for every 16 columns, which takes longer than
-// the products. Products are taken in the order S of tile n, O of tile n - 1, so that two barriers
-// a tile do: between them all waves multiply, or all take weights and stage. The first half of the
-// threads stages K, a tile ahead of V, which the second half stages.
+// the products. S of tile n is computed before O of tile n - 1, so that two barriers a tile are
+// enough: between them all waves multiply, or all weigh and stage. The first half of the threads
+// stages K, a tile ahead of V, which the second half stages.
 template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
     typedef attend_prefill_shape<D> S;
     static_assert(attend_lds<S>::BYTES == ROCQ_K_ATTEND_WIDE_LDS, "what the launch asks for");
@@ -8647,6 +8651,7 @@ ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
 
 // -- prefill straight from LDS --
+// [large LDS] RDNA3: skip to ">>ops". Only chips with over 64 KiB of LDS run this.
 
 // Prefill where four waves multiply straight from LDS (WMMA_TILES), for what rocq__attention_lds
 // allows: heads to 256, no mask and no pages. A group of four waves has 64 columns, a block is one
@@ -8760,8 +8765,8 @@ DEV void attend_tiles_stage_q(f16 *tile, const rocq_k_attention_args &a, const a
     }
 }
 
-// As attend_weigh, for the tile whose positions are from `first` on; but what O is to be multiplied
-// by, where m moves, is left in keep. Returns whether it does in any row of the wave.
+// As attend_weigh, for the tile from position `first` on, but leaves the factors of O in keep.
+// Returns whether m has moved in any row of the wave, so that O has to be multiplied.
 template <int D>
 DEV bool attend_tiles_weigh(attend_tiles_state<D> &c,
                             frag_c (&s)[1][attend_tiles_shape<D>::TILE / 16],
@@ -8875,8 +8880,8 @@ DEV void attend_tiles_finish(const rocq_k_attention_args &a, const attend_task &
     attend_merge<D>(a, t, results, n_runs, columns, (int)n_threads());
 }
 
-// What computes c stays before this, and what uses it behind: also where the only bond between them
-// is a wait for the matrix unit.
+// Keeps code that computes c before this point, and code that uses c after it, even if only a wait
+// for the matrix unit ties them together.
 template <int N> DEV void attend_tiles_held(frag_c (&c)[N]) {
 #pragma unroll
     for (int i = 0; i < 8 * N; i++) held(c[i / 8].v[i % 8]);
@@ -9849,7 +9854,7 @@ DEV uint64_t wave_sum64(uint64_t x) {
 }
 
 // Exclusive scans: the sum of x over the lanes (wave_scan), or the 1024 threads (block_scan),
-// before the own one. total: the sum over all of them.
+// before this one. total: the sum over all of them.
 template <int mask> DEV void wave_scan_step(uint64_t &before, uint64_t &sum) {
     const uint64_t other = wave_xor64<mask>(sum);
     if (thread_index() & mask) before += other;
@@ -10014,8 +10019,8 @@ DEV void sample_collect(sample_state &s, const sample_work &work, int order, sam
     block_sync_lds();
 }
 
-// Sorts a list in an order. It has keys of that order if it was just collected, else sorted keys of
-// the other one, or it is in order already.
+// Sorts a list by `order`, if it is not yet. A list just collected has this order's keys, unsorted;
+// one that is sorted by the other order gets them here.
 DEV void sample_sort(const sample_state &s, const sample_work &work, int order, sample_list &list) {
     if (list.order == order) return;
     if (list.order != SAMPLE_UNSORTED && list.key != ~0ull) {
@@ -10127,8 +10132,8 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
     return w < 32;
 }
 
-// Does what is left of a step with a list in the step's order. A filter drops what is behind the
-// place; in DRAW the thread at the place has the token, and stores it.
+// Finishes a step with a list in the step's order. A filter drops what is behind the place where
+// the target is reached; in DRAW the thread there stores its token.
 DEV void sample_place(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
                       int step, sample_search &search, sample_list &list) {
     const uint32_t t = thread_index();
@@ -10449,7 +10454,7 @@ DEV u32x4 delta_direction(const u32x4 &loaded, float eps, float factor) {
                  bits<uint32_t>(by * x[3]));
 }
 
-// The quads of a row in LDS that this lane has of its columns.
+// The quads of a row in LDS that match the lane's quads of its columns.
 DEV void delta_quads(const u32x4 *row, float x[16]) {
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -10483,7 +10488,7 @@ DEV float delta_sums(float &x, float &y, const float z[2]) {
     return sum + wave_xor<4>(sum);
 }
 
-// A lane's share of a column of the state in a slot: of 8 lanes, it has every 8th quad. Slot -1 and
+// A lane's share of a column of a slot's state: every 8th quad, as 8 lanes share it. Slot -1 and
 // columns past the last one are zeros. WHOLE: a.whole.
 template <bool WHOLE = false>
 DEV void delta_get_state(const rocq_k_delta_net_args &a, uint32_t head, int slot, int column,
@@ -10643,9 +10648,8 @@ DEV float delta_square_of_8(const u32x4 loaded[4], float x[16]) {
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// All that a block reads is requested before it waits for any of it, but for the state, whose place
-// the slot says. WHOLE: see rocq_k_delta_net_args; there are no branches then at loads and stores,
-// which take longer than these.
+// A block requests all that it reads before it waits for any of it, except the state, whose place
+// depends on the slot. WHOLE: see rocq_k_delta_net_args; loads and stores then need no branches.
 template <bool WHOLE>
 DEV void delta_step_block(const rocq_k_delta_net_args &a, uint32_t head, int own,
                           const int32_t *slot, delta_rows rows) {
@@ -10773,7 +10777,7 @@ DEV void conv_floats(int32_t format, const conv_raw &r, float v[8]) {
         decode_vector<ROCQ_BF16>(r.lo, 1, v + 4);
     }
 }
-// The same one by one, at any alignment; the row has n elements, past which v is 0.
+// Both steps for elements one by one, at any alignment; v is 0 past the row's n elements.
 DEV void conv_gather(int32_t format, const char *row, int64_t k, int64_t n, float v[8]) {
 #pragma unroll
     for (int e = 0; e < 8; e++) v[e] = k + e < n ? get_float(format, row, k + e) : 0.0f;
@@ -10898,7 +10902,7 @@ DEV int32_t conv_column(const rocq_k_conv_args &a, const conv_place &p, int32_t 
 DEV int32_t conv_row(const rocq_k_conv_args &a, const conv_place &p, int32_t y) {
     return (y << a.folded) + p.phase_y;
 }
-// Of tile `block` of a frame, counted as the blocks of conv.
+// The place of tile `block` of a frame, counted as conv's blocks.
 DEV conv_place conv_place_at(const rocq_k_conv_args &a, int bm, uint32_t block, int32_t frame) {
     const uint32_t tiles_m = (uint32_t)a.tiles_m << 2 * a.folded;
     const uint32_t tile = block / tiles_m, row = tile / (uint32_t)a.tiles_x;
@@ -11071,7 +11075,7 @@ DEV void conv_stage(const rocq_k_conv_args &args, const conv_place &p, const con
         }
     }
 }
-// The same one element after the other: for any alignment, number of channels and activation.
+// conv_stage by single elements: for any alignment, number of channels and activation.
 DEV void conv_stage_any(const rocq_k_conv_args &args, const conv_place &p, const conv_step &at,
                         f16 *patch) {
     const rocq_k_conv_args &a = reread(args);
@@ -11136,7 +11140,7 @@ DEV void conv_put(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t fra
     conv_activate<8>(a.activation, v);
     conv_store(a.y.format, row_of(a.y, ox, oy, frame), m, v);
 }
-// The same for one channel, of any alignment and activation.
+// conv_put for one channel, at any alignment, any activation.
 DEV void conv_put_any(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t frame, int32_t m,
                       float v) {
     v *= a.y_scale;
@@ -11147,8 +11151,7 @@ DEV void conv_put_any(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t
     put_float(a.y.format, row_of(a.y, ox, oy, frame), m, activation(a.activation, v));
 }
 
-// Where work has the sums of a position's first split; those of the next one follow M floats
-// further on.
+// The address in work of a position's sums of the first split; the next are M floats further on.
 DEV float *conv_split_sums(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t frame) {
     const int64_t position = ((int64_t)frame * a.y.ne[2] + oy) * a.y.ne[1] + ox;
     return a.work + position * a.n_splits * a.m;
@@ -11254,8 +11257,8 @@ DEV void conv_multiply(frag_c (&c)[TM][TN], const f16 *w, int w_chunk, const f16
     }
 }
 
-// The same where the matrix unit reads both operands from LDS (Hopper), by all four waves together.
-// It only starts the products; conv_f16 waits for their end (wmma_lds_wait).
+// conv_multiply where the matrix unit reads both operands from LDS (Hopper), by four waves
+// together. It only starts the products; conv_f16 waits for their end (wmma_lds_wait).
 template <int TM, int N16>
 DEV void conv_multiply_lds(frag_c (&c)[TM][8], const f16 *w, int w_chunk, const f16 *z, int line) {
     wmma_lds_begin();
@@ -11421,6 +11424,7 @@ ROCQ_K_CONV_TILES(ROCQ_X, )
 #undef ROCQ_X
 
 // -- conv_lds --
+// [large LDS] RDNA3: skip to conv_input. Only chips with over 64 KiB of LDS run this.
 // conv where the matrix unit reads both operands from LDS (WMMA_TILES): x is F16, of whole vectors
 // of 8 channels, without norm, activation and scale, and a patch has a halo. Elsewhere these
 // kernels are empty, and no launch has them. The order of the sums is that of conv. LDS, which a
@@ -11488,8 +11492,8 @@ DEV void conv_lds_store(const rocq_k_conv_args &a, const conv_place &p, int32_t 
                                       conv_row(a, p, oy0 + at / 8), p.frame), m, v);
     }
 }
-// The same for any alignment, number of channels and activation, and for the sums of a split. m0 is
-// the group's first channel.
+// conv_lds_store for any alignment, channels and activation, and for the sums of a split. m0 is the
+// group's first channel.
 DEV void conv_lds_store_any(const rocq_k_conv_args &a, const conv_place &p, int32_t m0, int32_t oy0,
                             int own, const float *work) {
     const int n = a.m - m0 < 64 ? a.m - m0 : 64; // channels
@@ -12374,7 +12378,7 @@ DEV backward_place backward_place_of(const rocq_k_backward_part &a, uint32_t blo
     return p;
 }
 
-// A launch has the blocks of dx, of dw, or both. Whether a block is of dw; block: its place there.
+// Whether the block is of dw: a launch has dx, dw or both. block: its number among dx's or dw's.
 DEV bool backward_is_dw(const rocq_k_matmul_backward_args &a, uint32_t &block) {
     const uint32_t own = a.common.block0 + block_index();
     const bool of_dw = own - a.dw.block0 < a.dw.n_blocks;
@@ -12387,7 +12391,7 @@ DEV const rocq_k_backward_part &backward_part(const rocq_k_matmul_backward_args 
     else return a.dx;
 }
 
-// Where work has the sums of a row's first split; those of the next split follow K floats further
+// The address in work of a row's sums of the first split; those of the next are K floats further
 // on. Behind all of them are the sums of db, [rows, n_splits].
 DEV float *backward_split_sums(const rocq_k_backward_part &a, int64_t row) {
     return a.work + row * a.n_splits * a.n_k;
@@ -12715,6 +12719,7 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
     backward_finish<TURNED>(args, at, c, (float *)tile);
 }
 
+// [large LDS] RDNA3: skip to matmul_backward_dx_. Only chips with over 64 KiB of LDS run this.
 // The epilogue of matmul_backward, or the sums of a split of r. OF_DW tells the compiler that dw is
 // always F32 and has no z: each of a lane's quads has a copy of this code.
 template <bool OF_DW, int BN>
@@ -13396,7 +13401,7 @@ DEV back_sides back_sides_of(const rocq_k_attention_backward_args &a, const u32x
     return s;
 }
 
-// P cap' of S, for the positions from first on, some of which may be hidden from a column if `hides`.
+// P cap' of S, for the positions from first on. hides: some are hidden from some of the columns.
 DEV void back_weigh(float (&p)[8], frag_c &s, const back_score &score, const back_sides &side,
                     bool hides, int first) {
     back_cap(score, s);
@@ -13999,8 +14004,8 @@ DEV float one_less_power(float log_beta, float t) {
     return -x * y;
 }
 
-// The codes of m, or of v (SECOND), as numbers, and back. Before a number is rounded, an offset from -1/2 to 1/2
-// is added that depends on the element and the step: see rocq__moment_encode_scalar.
+// The codes of m, or of v (SECOND), as numbers, and back. Before rounding, an offset from
+// -1/2 to 1/2 is added that depends on the element and the step: see rocq__moment_encode_scalar.
 template <bool SECOND>
 DEV void moment_load(const void *codes, int64_t k, int count, bool wide, float scale, float v[4]) {
     uint32_t word = 0;
@@ -14127,7 +14132,7 @@ KERNEL(adamw, rocq_k_adamw_args, 256) {
 //   out[5] sum over lanes of dot4((1, -1, -128, 127), (3, -5, 7, -9), lane)
 //   out[6] sum over m, n of (16 m + n + 1) C[m][n] for C = A B on the matrix unit in F16, with
 //          A[m][k] = (3 m + 5 k) % 7 - 3 and B[n][k] = (2 n + 3 k) % 5 - 2: every number is exact
-//   out[7] the same in int8       out[8] whether the kernels named _lds are to be launched
+//   out[7] as out[6], in int8     out[8] whether the kernels named _lds are to be launched
 // One wave; 2 KiB of LDS, tiles of 16 rows (24 halves or 16 bytes from row to row).
 DEV int selftest_a(int m, int k) { return (3 * m + 5 * k) % 7 - 3; }
 DEV int selftest_b(int n, int k) { return (2 * n + 3 * k) % 5 - 2; }
