@@ -7049,9 +7049,9 @@ DEV void attend_put_result(float *result, int column, int d, float m, float l,
 }
 
 // Merges the states of the block's sets. If there is a single run, the columns then go to out. Else
-// each block stores its result in work, and the last one to do so merges all. LDS holds o as rows
-// [set][column tile][column of a part], then m and l of each row. A result in work is m and l of
-// each column, then o, one column after the other; columns past the end are left out.
+// each block stores its result in work, and the last one to do so merges all. OUT_COLUMNS columns go
+// through LDS at a time: o as rows [set][column tile][column], then m and l of each row. A result in
+// work is m and l of each column, then o, column by column; columns past the end are left out.
 template <typename S>
 DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, int n_runs,
                        u32x4 *all_lds) {
@@ -7072,10 +7072,10 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     for (int s = 0; s < FRAG_SLOTS; s++) state.l[s] = frag_col_sum(state.l[s]);
 
 #pragma unroll 1
-    for (int part = 0; part < ATTEND_COLUMNS && part < n_there; part += S::OUT_COLUMNS) {
+    for (int first = 0; first < ATTEND_COLUMNS && first < n_there; first += S::OUT_COLUMNS) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const int c = frag_col(i) - part;
+            const int c = frag_col(i) - first;
             if (c < 0 || c >= S::OUT_COLUMNS) continue;
             float *to = lds + (own_row + c) * S::OUT_STRIDE + w.slice * S::W + frag_row(i);
 #pragma unroll
@@ -7083,18 +7083,18 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
         }
 #pragma unroll
         for (int s = 0; s < FRAG_SLOTS; s++) {
-            const int c = frag_slot_col(s) - part;
+            const int c = frag_slot_col(s) - first;
             if (w.slice != 0 || frag_row(0) != 0 || c < 0 || c >= S::OUT_COLUMNS) continue;
             lput((u32x2 *)m_l + own_row + c,
                  make2(bits<uint32_t>(state.m[s]), bits<uint32_t>(state.l[s])));
         }
         block_sync_lds();
         const int rows = S::COLUMN_TILES > 1 ? S::COLUMN_TILES * S::OUT_COLUMNS
-                                             : min(n_there - part, (int)S::OUT_COLUMNS);
+                                             : min(n_there - first, (int)S::OUT_COLUMNS);
         for (int i = thread; i < (rows * (S::HEAD / 4) + S::BLOCK - 1) / S::BLOCK * S::BLOCK;
              i += S::BLOCK) {
             const int row = min(i / (S::HEAD / 4), rows - 1), d = i % (S::HEAD / 4) * 4,
-                      column = row / S::OUT_COLUMNS * ATTEND_COLUMNS + part + row % S::OUT_COLUMNS;
+                      column = row / S::OUT_COLUMNS * ATTEND_COLUMNS + first + row % S::OUT_COLUMNS;
             const bool live = i < rows * (S::HEAD / 4) && column < n_there && d < a.head_dim;
             const float *from =
                 lds + row * S::OUT_STRIDE + d / S::W * S::W + d % 8 * (S::W / 8) + d % S::W / 8;
@@ -10850,26 +10850,26 @@ enum {
 // A step of the sums: a tap and CONV_W_BK channels. k and tap are carried from step to step instead
 // of computed from the rest, since a block has only few waves to hide that latency.
 struct conv_step {
-    // patch = s slices + slice. s, j, i: frame, row and column of the tap. part: half of the slice
-    int32_t patch, s, slice, j, i, part;
+    // patch = s slices + slice. s, j, i: frame, row and column of the tap. half: of the slice
+    int32_t patch, s, slice, j, i, half;
     int32_t k;   // of the step's first channel in a row of w
     int32_t tap; // positions from the patch's first to the tap's
 };
 DEV int32_t conv_channel(const conv_step &at) {
-    return at.slice * CONV_BK + at.part * CONV_W_BK;
+    return at.slice * CONV_BK + at.half * CONV_W_BK;
 }
 DEV conv_step conv_step_of(const rocq_k_conv_args &a, int32_t patch) {
     const int32_t s = patch / a.slices, slice = patch - s * a.slices;
     return {patch, s, slice, 0, 0, 0, s * a.kh * a.kw * a.c + slice * CONV_BK, 0};
 }
 DEV conv_step conv_next(const rocq_k_conv_args &a, conv_step at) {
-    if (CONV_W_BK < CONV_BK && at.part == 0 && conv_channel(at) + CONV_W_BK < a.c) {
-        at.part = 1;
+    if (CONV_W_BK < CONV_BK && at.half == 0 && conv_channel(at) + CONV_W_BK < a.c) {
+        at.half = 1;
         at.k += CONV_W_BK;
         return at;
     }
-    at.k += a.c - at.part * CONV_W_BK;
-    at.part = 0;
+    at.k += a.c - at.half * CONV_W_BK;
+    at.half = 0;
     at.tap += a.halo;
     if (++at.i < a.kw) return at;
     at.i = 0;
@@ -11365,7 +11365,7 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
     matmul_clear(c);
     conv_step at = conv_step_of(a, first < missing ? missing : first);
     const auto is_fresh = [&](const conv_step &s) {
-        return s.part == 0 && (!a.halo || (s.i | s.j) == 0);
+        return s.half == 0 && (!a.halo || (s.i | s.j) == 0);
     };
     // LDS holds a ring of BUFFERS tiles of w. A tile overwrites that of BUFFERS steps before, after
     // a barrier that each wave passes only once it has multiplied that, and is read after the next.
@@ -11397,7 +11397,7 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         enum { N16 = CONV_W_BK / 16 };
         const int left = (a.c - conv_channel(at) + 15) / 16, n16 = left < N16 ? left : N16;
         const f16 *const own_w = wt + buffer * W_TILE;
-        const f16 *const own_z = patch + at.part * (CONV_W_CHUNKS * CONV_CHUNK) + at.tap * 8;
+        const f16 *const own_z = patch + at.half * (CONV_W_CHUNKS * CONV_CHUNK) + at.tap * 8;
         if constexpr (FROM_LDS) {
             static_assert(N16 == 2, "n16 is 1 or 2");
             if (n16 == 2) conv_multiply_lds<TM, 2>(c, own_w, W_CHUNK, own_z, a.patch_w);
