@@ -7049,8 +7049,8 @@ DEV void attend_put_result(float *result, int column, int d, float m, float l,
 }
 
 // Merges the states of the block's sets. If there is a single run, the columns then go to out. Else
-// each block stores its result in work, and the last one to do so merges all. OUT_COLUMNS columns go
-// through LDS at a time: o as rows [set][column tile][column], then m and l of each row. A result in
+// each block stores its result in work, and the last one to do so merges all. LDS takes OUT_COLUMNS
+// columns at a time: o as rows [set][column tile][column], then m and l of each row. A result in
 // work is m and l of each column, then o, column by column; columns past the end are left out.
 template <typename S>
 DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, int n_runs,
@@ -13281,6 +13281,18 @@ DEV void back_add(frag_c (&sum)[KEYS][FRAGS], const frag (&own)[KEYS], const f16
     }
 }
 
+// The columns whose queries see any of a block's positions, from n0 on; begin is a whole tile's.
+struct back_range {
+    int begin, end;
+};
+DEV back_range back_columns_of(const rocq_k_attention_backward_args &a, int n0) {
+    const int64_t shift = a.n_kv - a.n_q, n_q = a.n_q;
+    const int64_t low = a.causal ? min(max(n0 - shift, (int64_t)0), n_q) : 0;
+    const int64_t past = (int64_t)n0 + ROCQ_K_BACK_BLOCK - 1 + a.window - shift;
+    const int64_t high = a.window > 0 ? max(min(past, n_q), (int64_t)0) : n_q;
+    return {(int)low * a.group / 16 * 16, (int)high * a.group};
+}
+
 template <int D>
 DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block, u32x4 *tile) {
     typedef back_shape<D> S;
@@ -13300,12 +13312,8 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
     const back_score score = back_score_of(a);
     const int window = a.window > 0 ? a.window : INT32_MAX;
 
-    // The columns whose queries see any of the block's positions, from whole tiles on.
-    const int64_t shift = a.n_kv - a.n_q, n_q = a.n_q;
-    const int64_t low = a.causal ? min(max(n0 - shift, (int64_t)0), n_q) : 0;
-    const int64_t past = (int64_t)n0 + ROCQ_K_BACK_BLOCK - 1 + a.window - shift;
-    const int64_t high = a.window > 0 ? max(min(past, n_q), (int64_t)0) : n_q;
-    const int begin = (int)low * a.group / 16 * 16, end = (int)high * a.group;
+    const back_range range = back_columns_of(a, n0);
+    const int begin = range.begin, end = range.end;
 
     frag mine[S::KEY_FRAGS][S::FRAGS]; // K or V
     frag_c sum[S::KEY_FRAGS][S::FRAGS]; // dV or dK
@@ -13401,6 +13409,24 @@ DEV back_sides back_sides_of(const rocq_k_attention_backward_args &a, const u32x
     return s;
 }
 
+// s += an image of 16 positions times the fragments of 16 columns.
+template <bool ORDERED, int N>
+DEV void back_products(frag_c &s, const f16 *image, const frag (&own)[N]) {
+#pragma unroll
+    for (int f = 0; f < N; f++) {
+        if (ORDERED || f % 2 == 0) keep_order();
+        wmma(s, frag_load_lane(image + 256 * f, 128), own[f]);
+    }
+}
+// dQ += dS K, from the image of 16 positions of K transposed.
+template <bool ORDERED, int N>
+DEV void back_add_dq(frag_c (&sum)[N], const frag &ds, const f16 *image) {
+#pragma unroll
+    for (int f = 0; f < N; f++) {
+        if (ORDERED || f % 2 == 0) keep_order();
+        wmma(sum[f], ds, frag_load_lane(image + 256 * f, 128));
+    }
+}
 // P cap' of S, for the positions from first on. hides: some are hidden from some of the columns.
 DEV void back_weigh(float (&p)[8], frag_c &s, const back_score &score, const back_sides &side,
                     bool hides, int first) {
@@ -13477,11 +13503,7 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
             frag_c s, ds;
             back_clear(s);
             back_clear(ds);
-#pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
-                wmma(s, frag_load_lane(k + 256 * f, 128), q[f]);
-            }
+            back_products<DOUT_IN_LDS>(s, k, q);
             float weight[8];
             back_weigh(weight, s, score, side, hides, first);
 #pragma unroll
@@ -13494,11 +13516,7 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
 #pragma unroll
             for (int v = 0; v < 8; v++) ds.v[v] = weight[v] * (ds.v[v] - side.delta[frag_slot(v)]);
             const frag operand = frag_from_c(ds);
-#pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
-                wmma(sum[f], operand, frag_load_lane(k + 2 * S::IMAGE + 256 * f, 128));
-            }
+            back_add_dq<DOUT_IN_LDS>(sum, operand, k + 2 * S::IMAGE);
         }
     }
 
