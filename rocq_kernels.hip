@@ -1432,7 +1432,7 @@ template <int F = READ> DEV planes<F> read_planes(const void *blocks, int32_t fo
     return p;
 }
 
-// The planes of a tensor at base that has n_units units in all, and if F is READ this format.
+// The planes of a tensor at base, of n_units units in all. format says which one, if F is READ.
 template <int F> DEV planes<F> planes_of(const void *base, int64_t n_units, int32_t format = F) {
     typedef block_layout<F> l;
     planes<F> p;
@@ -1487,7 +1487,7 @@ ROCQ_K_READ_FORMATS(ROCQ_X, )
 
 template <int F, typename I> DEV raw<F> load_read(const planes<F> &p, I unit);
 
-// In a format with superblocks (8 units) p has to begin with a whole one. I: int64_t or uint32_t.
+// p has to begin at a superblock (8 units), if the format has these. I: int64_t or uint32_t.
 template <int F, reads R = AGAIN, typename I> DEV raw<F> load_planes(const planes<F> &p, I unit) {
     typedef block_layout<F> l;
     const u32x4 none = make4(0, 0, 0, 0);
@@ -1961,7 +1961,7 @@ template <int F, typename I> DEV raw<F> load_read(const planes<F> &p, I unit) {
     return load_read_unit<F>(p.blocks, at, u, p.format);
 }
 
-// d is a half but in NVFP4, whose scales are multiples of 2^-10.
+// d is a half, except in NVFP4: its scales are multiples of 2^-10.
 template <int F> DEV block_factors read_factors(const raw<F> &r, uint32_t u) {
     block_factors f = {f16_f32((uint16_t)r.d), 0.0f, {1, 1}, {1, 1}};
     uint32_t s = r.s;
@@ -2557,8 +2557,8 @@ DEV sine_cosine sincos_turns(float turns) {
     return {q == 0 ? s : q == 1 ? c : q == 2 ? -s : -c, q == 0 ? c : q == 1 ? -s : q == 2 ? -c : s};
 }
 
-// Sine and cosine of pair i, in LDS. In double up to the fraction of a turn, because at position
-// 100,000 a float would be off by 0.004.
+// Puts sine and cosine of pair i into LDS. The fraction of a turn is found in double: a float would
+// be off by 0.004 at position 100,000.
 DEV void rotation_angle(const rocq_k_rotation &a, int position, int i, float *sine, float *cosine) {
     double turn = 0.15915494309189535; // 1 / (2 pi)
 #pragma unroll
@@ -2577,7 +2577,7 @@ DEV void rotation_angle(const rocq_k_rotation &a, int position, int i, float *si
     lput(cosine + i, angle.c * a.magnitude);
 }
 
-// A quad of a head, and the other element of each one's pair.
+// A quad of a head, and the partner of each of its elements.
 struct rotation_quad {
     float v[4], p[4];
     int k, count, rotated; // rotated: elements of the quad with a lower number are rotated
@@ -2993,7 +2993,7 @@ DEV void matvec_row_norm(const rocq_k_matvec_args &a, float (&v)[QUADS][4],
     }
 }
 
-// Makes Q8_0 of v, in LDS, and with put also in a.row.y.
+// Encodes v as Q8_0 in LDS and, with put, in a.row.y.
 template <int QUADS>
 DEV void matvec_row_encode(const rocq_k_matvec_args &a, const float (&v)[QUADS][4], bool put,
                            u32x4 *lds) {
@@ -4340,7 +4340,7 @@ enum {
 static_assert(16 * (int)ROW_VECTORS <= (int)ROUTER_BYTES, "x in Q8_0 has the LDS of x in F32");
 static_assert((int)ROUTE_BYTES <= (int)ROUTER_BYTES, "the choice has the LDS that x had");
 
-// Vector `at` of each of a wave's rows, or their last one.
+// Loads vector `at`, or the last one, of each of a wave's rows.
 DEV void router_load(const float *w, const matvec_work &work, int k, uint32_t at,
                      u32x4 (&r_w)[ROCQ_K_MATVEC_ROWS]) {
     const uint32_t vector = min(at, work.count - 1);
@@ -4349,8 +4349,8 @@ DEV void router_load(const float *w, const matvec_work &work, int k, uint32_t at
         r_w[r] = gload((const u32x4 *)(w + work.row[r] * k) + vector);
     }
 }
-// The lane's sums of its wave's rows, with x in LDS, in the order of matvec_plain_sums. r_w: the
-// first vectors, loaded before x was there.
+// The lane's sums of its wave's rows, in matvec_plain_sums' order. x: LDS. r_w: the first vectors,
+// loaded before x was there.
 DEV void router_sums(const float *w, const matvec_work &work, int k, const u32x4 *x,
                      u32x4 (&r_w)[ROCQ_K_MATVEC_ROWS], float (&sums)[ROCQ_K_MATVEC_ROWS]) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
@@ -4370,7 +4370,7 @@ DEV void router_sums(const float *w, const matvec_work &work, int k, const u32x4
         }
     }
 }
-// The normed x, into LDS, or into memory.
+// Puts the normed x into LDS, or memory.
 DEV void router_stage(const rocq_k_router_args &a, float (&v)[4][4], const float (&w)[4][4],
                       bool stores, u32x4 *lds, float *work) {
     matvec_row_norm(a.matvec, v, w, work);
@@ -4881,22 +4881,12 @@ template <int F> DEV u32x4 matmul_load_vector(const char *row, uint32_t k, uint3
     return make4(w[0], w[1], w[2], w[3]);
 }
 
-// Puts a unit, or a vector of a plain format, into LDS, in F16.
+// Puts a unit into LDS, in F16.
 template <int F> DEV void matmul_put_unit(u32x4 *to, const raw<F> &r, uint32_t unit) {
     u32x4 halves[4];
     matmul_unit_halves<F>(r, unit, halves);
 #pragma unroll
     for (int j = 0; j < 4; j++) lput(to + j, halves[j]);
-}
-template <int F> DEV void matmul_put_vector(f16 *to, const u32x4 &vector) {
-    if constexpr (F == ROCQ_F32) {
-        float v[4];
-        decode_vector<F>(vector, 0, v);
-        lput((u32x2 *)to, make2(bits<uint32_t>(pair((f16)v[0], (f16)v[1])),
-                                bits<uint32_t>(pair((f16)v[2], (f16)v[3]))));
-    } else {
-        lput((u32x4 *)to, matmul_vector_halves<F>(vector));
-    }
 }
 
 // A vector that has elements k to k + 7 of a row of n, with those past the end set to 0.
@@ -5098,8 +5088,17 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
                 const uint32_t r_in = r_own < w_last ? r_own : w_last;
                 const char *const w_row =
                     (other ? w2 : w) + r_in * (k * (16 / vector_elems<F>()));
-                matmul_put_vector<F>(wt + r * ROW + e, matmul_load_vector<F>(
-                                         w_row, step * BK + (uint32_t)e, k, wide));
+                const u32x4 vector =
+                    matmul_load_vector<F>(w_row, step * BK + (uint32_t)e, k, wide);
+                f16 *const to = wt + r * ROW + e;
+                if constexpr (F == ROCQ_F32) {
+                    float v[4];
+                    decode_vector<F>(vector, 0, v);
+                    lput((u32x2 *)to, make2(bits<uint32_t>(pair((f16)v[0], (f16)v[1])),
+                                            bits<uint32_t>(pair((f16)v[2], (f16)v[3]))));
+                } else {
+                    lput((u32x4 *)to, matmul_vector_halves<F>(vector));
+                }
             }
         }
     };
@@ -5361,12 +5360,12 @@ template <int BN> DEV void lds_store_rows(const float *work, const lds_rows &to)
     }
 }
 
-// Whether lds_store_rows can read a gate or residual, or there is none.
+// Whether lds_store_rows can read t, a gate or residual, or it is absent.
 DEV bool lds_takes_rows(const rocq_k_tensor &t, bool wide) {
     return !t.data || (t.format == ROCQ_F32 && wide);
 }
 
-// The epilogue of matmul, or the sums of a split of K. Rows of the tile are columns n of y.
+// matmul's epilogue, or stores a split's sums. Rows of the tile are columns n of y.
 template <int BN>
 DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
                            const matmul_place &at, const float *work) {
@@ -6035,8 +6034,8 @@ ROCQ_K_INT8_FORMATS(ROCQ_X, )
 
 // -- F32 --
 
-// Half h of a step of 32 elements of row row0 + r of w, as it is in memory. Of a block format it is
-// the whole unit.
+// Loads half h of a step, 32 elements, of row row0 + r of w, undecoded; of a block format the whole
+// unit.
 template <int F>
 DEV void matmul_load_half(const rocq_k_matmul_product &product, uint32_t k, int64_t row0,
                           uint32_t r, uint32_t step, int h, u32x4 (&to)[4]) {
@@ -7196,8 +7195,8 @@ DEV attend_kv attend_kv_of(const rocq_k_attention_args &a, const attend_task &t)
     return kv;
 }
 
-// Which positions the columns of a wave see: those of the first and the last column, which bound
-// all, and those of each column of the lane. Columns past the end repeat the last one.
+// The positions that a wave's columns see: its first and its last one, which bound all, and each of
+// the lane's columns. Columns past the end repeat the last one.
 struct attend_limits {
     int low_first, low_last, high_first, high_last;
     int low[FRAG_SLOTS], high[FRAG_SLOTS];
@@ -7634,7 +7633,7 @@ DEV void attend_step_rotate(const rocq_k_attention_args &a, const attend_step_ta
     }
     block_sync_lds();
 }
-// Puts the new rows in a tile that was loaded before they were there.
+// Puts the new rows into a tile that was loaded before they existed.
 template <int D>
 DEV void attend_step_renew(attend_step_tile<D> &tile, const attend_step_kv &kv,
                            const attend_step_place<D> &at) {
@@ -8674,8 +8673,8 @@ template <int D> struct attend_tiles_shape {
     };
     static_assert(8 * 16 * (D + 8) * 4 <= ROCQ_K_ATTEND_LDS_BYTES(D, 256), "results");
 };
-// What a wave has of its 16 columns, as in attend_state, and which positions they see: those of
-// each of the lane's rows, and those that all of them see.
+// A wave's 16 columns, as in attend_state, and the positions that they see: each of the lane's
+// rows, and all of the columns in common.
 template <int D> struct attend_tiles_state {
     frag_c o[1][D / 16];
     float m[FRAG_ROW_SLOTS], l[FRAG_ROW_SLOTS];
@@ -12421,8 +12420,8 @@ DEV void backward_floats4(const rocq_k_tensor &t, const u32x4 &loaded, float v[4
     else decode_vector<ROCQ_F16>(loaded, 0, v);
 }
 
-// A wave finishes the 128 k of N rows, whose sums are in LDS, `stride` floats apart; row(i) is the
-// row of number i. What it reads of all of them is in flight together.
+// A wave finishes the 128 k of N rows, whose sums lie `stride` floats apart in LDS; row(i) is the
+// i-th row. Its loads for all of them are in flight together.
 template <int N, typename R>
 DEV void backward_put_rows(const rocq_k_backward_part &a, const backward_place &at,
                            const float *sums, int stride, R row) {
@@ -12484,8 +12483,8 @@ DEV void backward_end_db(const rocq_k_backward_part &a, const backward_place &at
     else gstore(backward_split_sums(a, a.n_rows) + (int64_t)at.split * a.n_rows + row, sum);
 }
 
-// Which k, or row of c, row p of LDS holds, both counted from the tile's first: within 64, p with
-// its two octal digits swapped. The function is its own inverse.
+// The k, or the row of c, that row p of LDS holds, both within the tile: p with its two octal
+// digits swapped within 64. The function is its own inverse.
 DEV int backward_permuted(int p) { return (p & 64) | (p & 7) << 3 | (p >> 3 & 7); }
 
 // Finishes a block's 128 k by 128 rows: as in matmul_finish the sums go through LDS, 16 rows of
@@ -13087,7 +13086,7 @@ DEV void back_transpose(u32x4 *to, const f16 *rows, int d) {
     }
 }
 
-// A block makes the images of one tile, of columns or of positions, thread by chunk of 8 elements.
+// A block makes the images of one tile of columns or positions, a thread a chunk of 8 elements.
 KERNEL(attention_backward_tiles, rocq_k_attention_backward_args, 128) {
     LDS(u32x4, first, 16 * 128 / 8);
     LDS(u32x4, second, 16 * 128 / 8);
@@ -13147,8 +13146,8 @@ KERNEL(attention_backward_tiles, rocq_k_attention_backward_args, 128) {
                  (uint32_t)(a.n_kv - a.n_q + column / a.group), 0));
 }
 
-// P = 2^(x factor - lse), where x is a product of Q and K; or, with a softcap, after back_cap, the
-// tanh of it, and then dS has the factor 1 - x^2. One branch for all elements of a fragment.
+// P = 2^(x factor - lse), where x is a product of Q and K; or, with a softcap, its tanh (back_cap);
+// then dS has the factor 1 - x^2. One branch for all elements of a fragment.
 struct back_score {
     bool capped;
     float factor, to_tanh;
