@@ -4900,6 +4900,11 @@ DEV u32x4 matmul_mask_halves(const u32x4 &vector, int64_t k, int64_t n) {
     return make4(w[0], w[1], w[2], w[3]);
 }
 
+// The bytes before the vector of halves at element e of a row, or before the row's last one.
+DEV uint32_t matmul_vector_at(uint32_t e, uint32_t k) {
+    const uint32_t last = (k - 1) & ~7u;
+    return (e < last ? e : last) * 2;
+}
 // How many times 16 of K there are in a step; the last step may have fewer than the others.
 DEV int matmul_n16(uint32_t k, uint32_t step) {
     const uint32_t left = (k - step * MATMUL_F16_BK + 15) / 16;
@@ -4997,9 +5002,8 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
         }
     }
     const auto load_x = [&](uint32_t step) {
-        const uint32_t e = step * BK + 8 * (uint32_t)chunk, e_last = (k - 1) & ~7u;
-        const uint32_t from = (e < e_last ? e : e_last) * 2, most = x_last * x_bytes + from;
-        const uint32_t first = (uint32_t)row * x_bytes + from;
+        const uint32_t from = matmul_vector_at(step * BK + 8 * (uint32_t)chunk, k);
+        const uint32_t most = x_last * x_bytes + from, first = (uint32_t)row * x_bytes + from;
 #pragma unroll
         for (int i = 0; i < N_X; i++) {
             const uint32_t offset = first + (uint32_t)(i * LOAD_ROWS) * x_bytes;
@@ -5936,6 +5940,18 @@ DEV void matmul_int8_add(frag_c &c, const frag_i8 (&fw)[N], const frag_i8 (&fx)[
     }
 }
 
+// Loads unit u of two rows, which begin at unit `first` and `apart` units behind it; or, where one
+// would begin past unit `last`, of the row there.
+template <int F>
+DEV void matmul_load_units(raw<F> (&r)[2], const planes<F> &p, uint32_t first, uint32_t apart,
+                           uint32_t last, uint32_t u) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t own = first + (uint32_t)i * apart;
+        r[i] = load_raw(p, (own < last ? own : last) + u);
+    }
+}
+
 template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     typedef matmul_int8_shape<F> S;
     enum { BM = S::BM, BN = S::BN, ROW = S::ROW, TM = S::TM, TN = S::TN };
@@ -5966,12 +5982,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     raw<ROCQ_Q8_0> xr;
     const auto load = [&](uint32_t step) {
         const uint32_t u = 2 * step + half < row_units ? 2 * step + half : row_units - 1;
-        const uint32_t most = w_last * row_units;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint32_t first = w_unit + (uint32_t)i * (BM / 2) * row_units;
-            wr[i] = load_raw(wp, (first < most ? first : most) + u);
-        }
+        matmul_load_units(wr, wp, w_unit, (BM / 2) * row_units, w_last * row_units, u);
         xr = load_raw(xp, x_unit + u);
     };
 
@@ -12861,6 +12872,17 @@ KERNEL_WAVES(matmul_backward_f16, rocq_k_matmul_backward_args, 128, 3) {
 // only copied. A step is 32 of r.
 enum { BACKWARD_F32_BK = 32, BACKWARD_F32_STRIDE = BACKWARD_TILE + 4,
        BACKWARD_F32_LDS = BACKWARD_F32_BK * BACKWARD_F32_STRIDE }; // floats, of each operand
+// Copies every eighth vector of a row to LDS, vectors past the last one as that; or zeros.
+DEV void backward_f32_copy(u32x4 *to, const u32x4 *row, int first, int32_t last, bool live) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int32_t vector = first + 8 * i;
+        u32x4 v = make4(0, 0, 0, 0);
+        if (live) v = gload(row + (vector < last ? vector : last));
+        lput(to + vector, v);
+    }
+}
+
 template <bool TURNED>
 DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, float *bt,
                              float *at_a) {
@@ -12875,13 +12897,8 @@ DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, floa
                           uint32_t step) {
         const int32_t r = (int32_t)step * BK + t / 8, last = (n - 1 - first) / 4;
         const float *const row = (const float *)from + first + (r < a.n_r ? r : 0) * stride;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int32_t vector = t % 8 + 8 * i;
-            u32x4 v = make4(0, 0, 0, 0);
-            if (r < a.n_r) v = gload((const u32x4 *)row + (vector < last ? vector : last));
-            lput((u32x4 *)(to + t / 8 * STRIDE) + vector, v);
-        }
+        backward_f32_copy((u32x4 *)(to + t / 8 * STRIDE), (const u32x4 *)row, t % 8, last,
+                          r < a.n_r);
     };
     const auto decode = [&](uint32_t step) {
         const uint32_t own = step * BK + (uint32_t)t / 8, row_units = (uint32_t)a.n_k / 32;
@@ -13292,6 +13309,14 @@ DEV back_range back_columns_of(const rocq_k_attention_backward_args &a, int n0) 
     return {(int)low * a.group / 16 * 16, (int)high * a.group};
 }
 
+// P of scores, with the columns' lse in LDS.
+DEV void back_weigh(float (&p)[8], const frag_c &x, const back_score &score, const float *lse) {
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        p[v] = exp2_fast(fmaf(x.v[v], score.factor, -lget(lse + frag_row(v))));
+    }
+}
+
 template <int D>
 DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block, u32x4 *tile) {
     typedef back_shape<D> S;
@@ -13354,10 +13379,7 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
             for (int key = 0; key < S::KEY_FRAGS; key++) {
                 float p[8];
                 back_cap(score, s[key]);
-#pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    p[v] = exp2_fast(fmaf(s[key].v[v], score.factor, -lget(lse + frag_row(v))));
-                }
+                back_weigh(p, s[key], score, lse);
                 if (hides) back_hide(p, at, first + 16 * key, window);
                 back_share_weights(s[key], score, p, weights + 64 * key);
             }
@@ -13415,6 +13437,14 @@ DEV void back_products(frag_c &s, const f16 *image, const frag (&own)[N]) {
     for (int f = 0; f < N; f++) {
         if (ORDERED || f % 2 == 0) keep_order();
         wmma(s, frag_load_lane(image + 256 * f, 128), own[f]);
+    }
+}
+template <int N> DEV void back_products(frag_c &s, const f16 *image, const f16 *own) {
+#pragma unroll
+    for (int f = 0; f < N; f++) {
+        keep_order();
+        const frag x = frag_load_lane(image + 256 * f, 128);
+        wmma(s, x, frag_load_lane(own + 256 * f, 128));
     }
 }
 // dQ += dS K, from the image of 16 positions of K transposed.
@@ -13505,13 +13535,8 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
             back_products<DOUT_IN_LDS>(s, k, q);
             float weight[8];
             back_weigh(weight, s, score, side, hides, first);
-#pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
-                const frag x = frag_load_lane(k + S::IMAGE + 256 * f, 128);
-                if (DOUT_IN_LDS) wmma(ds, x, frag_load_lane(dout_lane + 256 * f, 128));
-                else wmma(ds, x, dout[DOUT_IN_LDS ? 0 : f]);
-            }
+            if constexpr (DOUT_IN_LDS) back_products<S::FRAGS>(ds, k + S::IMAGE, dout_lane);
+            else back_products<DOUT_IN_LDS>(ds, k + S::IMAGE, dout);
 #pragma unroll
             for (int v = 0; v < 8; v++) ds.v[v] = weight[v] * (ds.v[v] - side.delta[frag_slot(v)]);
             const frag operand = frag_from_c(ds);
