@@ -6118,6 +6118,14 @@ DEV void matmul_multiply_f32(float (&c)[8][8], const float *w, const float *x, i
     }
 }
 
+DEV void matmul_f32_clear(float (&c)[8][8]) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) c[i][j] = 0.0f;
+    }
+}
+
 enum { MATMUL_F32_STRIDE = ROCQ_K_MATMUL_M + 4 }; // of LDS, in floats
 
 // Stores a thread's sums, by way of LDS, in which each pass has 16 columns of the tile.
@@ -6218,11 +6226,7 @@ DEV void matmul_f32(const rocq_k_matmul_args &a) {
 
     const bool half_tile = x_last < BN / 2;
     float c[8][8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) c[i][j] = 0.0f;
-    }
+    matmul_f32_clear(c);
     load(at.begin);
     for (uint32_t step = at.begin; step < at.end; step++) {
         store(step);
@@ -12618,6 +12622,12 @@ DEV float backward_add_row(float sum, const u32x4 *row) {
     return sum;
 }
 
+// The tile's unit of that number in a row, or the row's last one.
+DEV uint32_t backward_unit_of(const backward_place &at, uint32_t row_units, uint32_t number) {
+    const uint32_t unit = (uint32_t)at.k0 / 32 + number;
+    return unit < row_units ? unit : row_units - 1;
+}
+
 enum { BACKWARD_LDS = 2 * BACKWARD_TILE * BACKWARD_ROW / 8 }; // u32x4
 static_assert(4 * 32 * BACKWARD_STRIDE <= 16 * BACKWARD_LDS, "backward_finish's work");
 // F: the format of b. TURNED: dw, for which a is transposed, with rows innermost; else dx.
@@ -12646,8 +12656,7 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
     raw<F> br[2];
     planes<F> p;
     const uint32_t row_units = (uint32_t)a.n_k / 32, pair_r = (uint32_t)t / 4 * 2;
-    const uint32_t first_unit = (uint32_t)at.k0 / 32 + (uint32_t)t % 4;
-    const uint32_t unit = first_unit < row_units ? first_unit : row_units - 1;
+    const uint32_t unit = backward_unit_of(at, row_units, (uint32_t)t % 4);
     if constexpr (!PLAIN) p = planes_of<F>(a.b, a.b_units, a.format);
 
     // a with r innermost: 8 chunks of 8 r of every 16th row; past the last, that one
@@ -12883,6 +12892,15 @@ DEV void backward_f32_copy(u32x4 *to, const u32x4 *row, int first, int32_t last,
     }
 }
 
+// b as the weights of a product, as far as they are loaded.
+DEV rocq_k_matmul_product backward_product(const rocq_k_backward_part &a) {
+    rocq_k_matmul_product w = {};
+    w.w = a.b;
+    w.w_units = a.b_units;
+    w.format = a.format;
+    return w;
+}
+
 template <bool TURNED>
 DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, float *bt,
                              float *at_a) {
@@ -12905,10 +12923,7 @@ DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, floa
         const uint32_t r = own < (uint32_t)a.n_r ? own : (uint32_t)a.n_r - 1;
         const uint32_t first = (uint32_t)at.k0 / 32 + (uint32_t)t / 2 % 4;
         const uint32_t unit = first < row_units ? first : row_units - 1;
-        rocq_k_matmul_product w = {};
-        w.w = a.b;
-        w.w_units = a.b_units;
-        w.format = a.format;
+        const rocq_k_matmul_product w = backward_product(a);
         float *const to = bt + t / 8 * STRIDE + t / 2 % 4 * 32;
         u32x4 half[4];
         switch (shared_format(a.format)) {
@@ -12942,11 +12957,7 @@ DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, floa
 
     const bool sums_db = TURNED && a.db && at.k0 == 0 && t < TILE;
     float c[8][8], db = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) c[i][j] = 0.0f;
-    }
+    matmul_f32_clear(c);
     for (uint32_t step = at.begin; step < at.end; step++) {
         if (a.format == ROCQ_F32) copy(bt, a.b, a.b_stride, at.k0, a.n_k, step);
         else decode(step);
@@ -13389,9 +13400,7 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         frag operand[S::KEY_FRAGS];
 #pragma unroll
         for (int key = 0; key < S::KEY_FRAGS; key++) {
-            if (role == 1) {
-                back_turn(s[key], weights + 64 * key, delta);
-            }
+            if (role == 1) back_turn(s[key], weights + 64 * key, delta);
             operand[key] = frag_from_c(s[key]);
         }
         back_add(sum, operand, images + 2 * S::IMAGE);
