@@ -13541,15 +13541,15 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
             frag_c s, ds;
             back_clear(s);
             back_clear(ds);
-            back_products<DOUT_IN_LDS>(s, k, q);
+            back_products<DOUT_IN_LDS != 0>(s, k, q);
             float weight[8];
             back_weigh(weight, s, score, side, hides, first);
             if constexpr (DOUT_IN_LDS) back_products<S::FRAGS>(ds, k + S::IMAGE, dout_lane);
-            else back_products<DOUT_IN_LDS>(ds, k + S::IMAGE, dout);
+            else back_products<DOUT_IN_LDS != 0>(ds, k + S::IMAGE, dout);
 #pragma unroll
             for (int v = 0; v < 8; v++) ds.v[v] = weight[v] * (ds.v[v] - side.delta[frag_slot(v)]);
             const frag operand = frag_from_c(ds);
-            back_add_dq<DOUT_IN_LDS>(sum, operand, k + 2 * S::IMAGE);
+            back_add_dq<DOUT_IN_LDS != 0>(sum, operand, k + 2 * S::IMAGE);
         }
     }
 
