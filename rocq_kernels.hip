@@ -33,6 +33,9 @@
        >>training    the backward of the ops, cross-entropy, AdamW
        >>entry       the self-test, and the table of kernels for programs that link this file
 
+   Parts of matmul, attention, pictures and training that only chips with more than 64 KiB of LDS a
+   block run (NVIDIA's Hopper) are headed by [large LDS] and where RDNA3's code goes on.
+
    CONVENTIONS
    A wave is 32 lanes. Blocks are one-dimensional. Every kernel takes one args struct by value and
    adds args.common.block0 to blockIdx.x, so that the host can cut a long grid into short launches.
@@ -79,7 +82,7 @@
 //   block_sync_lds           barrier of the block that orders LDS only. Loads and stores of global
 //                            memory stay in flight across it, so global data that one wave stores
 //                            before it must not be read or written by another wave after it
-//   group_sync_lds(group)    the same among the four waves of a group, if not of more
+//   group_sync_lds(group)    block_sync_lds for the four waves of a group, or for more of them
 //   wave_sync                what lanes of the wave wrote to LDS before it is visible to the wave's
 //                            other lanes after it
 //   block_index, n_threads   blockIdx.x, blockDim.x
@@ -94,10 +97,9 @@
 //   halves_times(x, n)       each 16-bit half of x times n; the products have to fit their halves
 //   byte_levels(table, n)    looks bytes up in a table of 16: byte i of x is byte (n >> 8 i) & 15
 //                            of the table, byte i of y likewise for n >> 4
-//   e2m1_dot(n, low, high, plus, minus)     adds to plus - minus the products of the levels of E2M1
-//                            that n's low nibbles stand for with low's bytes, and of those of the
-//                            high nibbles with high's, where e2m1_order(low, high) came first. Not
-//                            where E2M1_SIGNS is 0
+//   e2m1_dot(n, low, high, plus, minus)     adds two dot products to plus - minus: the E2M1 levels
+//                            of n's low nibbles by the bytes of low, and those of its high nibbles
+//                            by high's. e2m1_order(low, high) comes first. Only if E2M1_SIGNS is 1
 //   exp2_fast log2_fast rcp_fast     to about 1 ulp, denormals may be 0
 //   copy_async(to, from, live)  copies a vector from global memory to LDS, or zeros if not live;
 //                            copy_async_part its first bytes, and zeros behind them. copies_close
@@ -110,12 +112,12 @@
 //   atomic_look(p)           loads what others add; relaxed
 //   lds_add(p, n), lds_take(p, n)    atomic, in LDS; lds_take returns the old value
 //   frag, frag_c, wmma       16x16x16 on the matrix unit, see there
-//   wmma_vectors             the same from vectors that lanes read from memory, see there
+//   wmma_vectors             wmma of vectors that lanes read from memory, see there
 //   turn_take(g) turn_pass(g)  group g of four waves waits until another has passed it the turn;
 //                            all threads of a group call them. They order no memory
 //   launch_begin launch_next  see there; nothing but on Hopper
 //   WMMA_LDS, wmma_lds       whether four waves can multiply straight from LDS, see there
-//   WMMA_TILES, wmma_tile    the same of whole tiles, as the kernels named _lds have them
+//   WMMA_TILES, wmma_tile    and whole tiles from LDS, as in the kernels named _lds
 //   target_id                0x1100 and so on, 0 where not gfx
 
 #include <stdint.h>
@@ -328,8 +330,8 @@ enum { FRAG_SLOTS = 4 };
 DEV int frag_row(int v) { return (int)(threadIdx.x & 31) / 4 + 8 * (v >> 1 & 1); }
 DEV int frag_col(int v) { return 2 * (int)(threadIdx.x & 3) + (v & 1) + 8 * (v >> 2); }
 DEV constexpr int frag_slot(int v) { return (v & 1) + 2 * (v >> 2); }
-// The column of a slot; then reductions over the 16 rows of a slot's column, of which x is over
-// those rows that the lane holds.
+// frag_slot_col: the column of a slot. frag_col_max, _sum: over all 16 rows of it, from x over the
+// rows that the lane holds.
 DEV int frag_slot_col(int s) { return 2 * (int)(threadIdx.x & 3) + (s & 1) + 8 * (s >> 1); }
 DEV float frag_col_max(float x) {
     x = fmaxf(x, wave_xor<4>(x));
@@ -341,7 +343,8 @@ DEV float frag_col_sum(float x) {
     x += wave_xor<8>(x);
     return x + wave_xor<16>(x);
 }
-// The same for rows: the lane's elements lie in FRAG_ROW_SLOTS rows, v in that of frag_row_slot(v).
+// Slots of rows: the lane's elements lie in FRAG_ROW_SLOTS rows, element v in slot
+// frag_row_slot(v).
 enum { FRAG_ROW_SLOTS = 2 };
 DEV constexpr int frag_row_slot(int v) { return v >> 1 & 1; }
 DEV int frag_slot_row(int s) { return (int)(threadIdx.x & 31) / 4 + 8 * s; }
@@ -388,7 +391,7 @@ DEV frag frag_load(const f16 *tile, int stride) { // LDS
                  : "r"(at) : "memory");
     return f;
 }
-// The same for a B operand only. Its two instructions take words 0 and 2, then 1 and 3, so they are
+// frag_load for a B operand. Its two instructions take words 0 and 2, then 1 and 3, so they are
 // loaded in the order 0 2 1 3.
 struct frag_b { uint32_t w[4]; };
 DEV frag_b frag_load_b(const f16 *tile, int stride) { // LDS
@@ -400,9 +403,9 @@ DEV frag_b frag_load_b(const f16 *tile, int stride) { // LDS
                  : "r"(at) : "memory");
     return f;
 }
-// The same from a tile whose K is split in chunks of 8, each a column of rows of 16 bytes: element
-// (row, k) is at tile[k / 8 * chunk + row / 8 * eight + row % 8 * 8 + k % 8]. The loads take tile +
-// frag_lane(chunk, eight), or frag_lane_b.
+// An operand from a tile whose K is cut into chunks of 8, each a column of rows of 16 bytes:
+// element (row, k) is at tile[k / 8 * chunk + row / 8 * eight + row % 8 * 8 + k % 8]. The loads
+// take tile + frag_lane(chunk, eight), or frag_lane_b.
 DEV int frag_lane(int chunk, int eight) {
     const int lane = (int)(threadIdx.x & 31);
     return lane / 16 * chunk + (lane / 8 & 1) * eight + (lane & 7) * 8;
@@ -460,9 +463,9 @@ DEV frag frag_from_c(const frag_c &c) {
     }
     return f;
 }
-// The same with only 8 columns: values v of frag_c8 are those of frag_c with these numbers, and B
-// has rows 0-7. frag_turned is an A operand from a tile that lies in LDS the other way round, k
-// after k, in the order of frag_from_c: element (row, k) is tile[frag_k_row(k) * stride + row].
+// A result of 8 columns only: frag_c8 has values 0 to 3 of frag_c, and frag_b8 has rows 0-7.
+// frag_turned is an A operand from a tile that lies in LDS the other way round, k after k, in the
+// order of frag_from_c: element (row, k) is tile[frag_k_row(k) * stride + row].
 enum { FRAG_8_VALUES = 4, FRAG_8_SLOTS = 2 };
 struct frag_c8 { float v[4]; };
 struct frag_b8 { uint32_t w[2]; };
@@ -517,8 +520,8 @@ DEV void wmma(frag_c &c, const frag &a, const frag_b &b) {
 }
 // Operands that lanes read from memory into registers, as vectors of 8 halves: of 16 rows by 32 k a
 // lane has FRAG_VECTORS vectors, vector i from row frag_vector_row(i) and k frag_vector_k(i) on.
-// wmma_vectors: c += a b over these 32 k. The four k of a lane that an instruction takes are
-// neighbours here, not those that it numbers so, in both operands alike: the sum is the same.
+// wmma_vectors: c += a b over these 32 k. An instruction takes four neighbouring k from a lane, not
+// the four that its layout names, but of both operands alike: the sum is the same.
 enum { FRAG_VECTORS = 2 };
 DEV int frag_vector_row(int i) { return (int)(threadIdx.x & 31) / 4 + 8 * i; }
 DEV int frag_vector_k(int) { return 8 * (int)(threadIdx.x & 3); }
@@ -533,12 +536,12 @@ DEV void wmma_vectors(frag_c &c, const u32x4 (&a)[2], const u32x4 (&b)[2]) {
 // Before it, after their last writes to LDS, all four waves call lds_written and meet at a barrier;
 // until wmma_lds_wait nobody may touch c or write what the batch reads. wmma_lds_wait<LEFT> waits
 // for all batches but the last LEFT.
-// wmma_tile: the same of 64 rows of a and 16 N columns of b over r 16 s to 16 s + 15 of tiles of 64
-// r, c[row][col] += sum of a(row, r) b(col, r). A tile is lines of 128 bytes: the 64 r of a row or,
+// wmma_tile: c[row][col] += sum of a(row, r) b(col, r) for 64 rows of a and 16 N columns of b, over
+// r = 16 s to 16 s + 15 of tiles of 64 r. A tile is lines of 128 bytes: the 64 r of a row or,
 // transposed, 64 rows at one r, for each r, then for the next 64 rows. The eight vectors of a line
 // are swizzled, vector v to v ^ line % 8, against bank conflicts. Tiles are aligned to 1024 bytes.
-// wmma_tile_rows: the same with a in registers, made from results in F32 by frag_rows_of: each wave
-// has its own 16 rows of it, over 16 r. b is transposed, with R instead of 64 values of r.
+// wmma_tile_rows: wmma_tile with a in registers: frag_rows_of makes it of results in F32, and each
+// wave has its own 16 rows, over 16 r. b is transposed, with R values of r, not 64.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 enum { WMMA_LDS = 1, WMMA_TILES = 1 };
 DEV void lds_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -832,12 +835,12 @@ enum { FRAG_SLOTS = 1 };
 DEV int frag_row(int v) { return 2 * v + (int)(thread_index() >> 4 & 1); }
 DEV int frag_col(int v) { return (int)(thread_index() & 15); }
 DEV constexpr int frag_slot(int v) { return 0; }
-// The column of a slot; then reductions over the 16 rows of a slot's column, of which x is over
-// those rows that the lane holds.
+// frag_slot_col: the column of a slot. frag_col_max, _sum: over all 16 rows of it, from x over the
+// rows that the lane holds.
 DEV int frag_slot_col(int s) { return (int)(thread_index() & 15); }
 DEV float frag_col_max(float x) { return fmaxf(x, wave_xor<16>(x)); }
 DEV float frag_col_sum(float x) { return x + wave_xor<16>(x); }
-enum { FRAG_ROW_SLOTS = 8 }; // the same for rows, which only WMMA_TILES needs
+enum { FRAG_ROW_SLOTS = 8 }; // slots of rows, which only WMMA_TILES needs
 DEV constexpr int frag_row_slot(int v) { return v; }
 DEV int frag_slot_row(int s) { return frag_row(s); }
 DEV float frag_row_max(float x) { return x; }
@@ -860,9 +863,9 @@ DEV frag frag_load_global(const f16 *tile, int64_t stride) {
 }
 typedef frag frag_b; // a platform may load B operands in an order of their own; this one does not
 DEV frag_b frag_load_b(const f16 *tile, int stride) { return frag_load(tile, stride); }
-// The same from a tile whose K is split in chunks of 8, each a column of rows of 16 bytes: element
-// (row, k) is at tile[k / 8 * chunk + row / 8 * eight + row % 8 * 8 + k % 8]. The loads take tile +
-// frag_lane(chunk, eight), or frag_lane_b.
+// An operand from a tile whose K is cut into chunks of 8, each a column of rows of 16 bytes:
+// element (row, k) is at tile[k / 8 * chunk + row / 8 * eight + row % 8 * 8 + k % 8]. The loads
+// take tile + frag_lane(chunk, eight), or frag_lane_b.
 DEV int frag_lane(int, int eight) {
     const int lane = (int)thread_index();
     return (lane >> 3 & 1) * eight + (lane & 7) * 8;
@@ -975,7 +978,7 @@ DEV int recomputed(int x) {
     REGISTER_BARRIER(x);
     return x;
 }
-// The same for what is one value for all lanes.
+// recomputed for a uniform x, in a scalar register.
 DEV int32_t recomputed_scalar(int32_t x) {
 #if defined(__GFX11__)
     asm volatile("" : "+s"(x));
@@ -993,9 +996,8 @@ DEV void computed(float &x) {
 #endif
     (void)x;
 }
-// nvcc loads a field of the args again at each use, for which a wave that is alone waits. Behind
-// this it cannot. Nor does it make a table of tests that have this between them, which would be one
-// more load.
+// Keeps x in a register. nvcc loads a field of the args again at each use, for which a lone wave
+// waits. Tests of x with this between them do not become a table, which would be one more load.
 #if defined(__CUDACC__)
 DEV void held(int32_t &x) { asm volatile("" : "+r"(x)); }
 DEV void held(float &x) { asm volatile("" : "+f"(x)); }
@@ -1142,10 +1144,10 @@ DEV float block_max(float x, float *work) {
 }
 
 // Counts this block at a counter in global memory and returns how many blocks were counted before
-// it. What those stored before their call happens-before what this block loads after its own. word:
-// LDS. On gfx11 every wave fences, because a fence waits for the stores of its own wave and
-// invalidates the L0 cache of its own compute unit. On NVIDIA fences are cumulative: one thread's,
-// behind the barrier, covers what the whole block stored, and the counting itself can be the fence.
+// it. What those stored before their calls, this block sees after its own. word: LDS. On gfx11
+// every wave fences, because a fence waits for the stores of its own wave and invalidates the L0
+// cache of its own compute unit. On NVIDIA fences are cumulative: one thread's, behind the barrier,
+// covers what the whole block stored, and the counting itself can be the fence.
 DEV uint32_t block_ticket(uint32_t *counter, uint32_t *word) {
 #if !defined(__CUDACC__)
     fence_device();
@@ -1186,7 +1188,7 @@ DEV u32x2 gload_even(const uint16_t *p) {
                  gload(p + 2) | (uint32_t)gload(p + 3) << 16);
 #endif
 }
-// Address of row (i1, i2, i3), and of the same in an operand that is repeated where it has 1.
+// The address of row (i1, i2, i3). row_repeated: in a tensor that is repeated where its size is 1.
 DEV char *row_of(const rocq_k_tensor &t, int64_t i1, int64_t i2, int64_t i3) {
     return (char *)t.data + i1 * t.stride[0] + i2 * t.stride[1] + i3 * t.stride[2];
 }
@@ -1431,7 +1433,7 @@ template <int F = READ> DEV planes<F> read_planes(const void *blocks, int32_t fo
     return p;
 }
 
-// The planes of a tensor at base that has n_units units in all, and if F is READ this format.
+// The planes of a tensor at base, of n_units units in all. format says which one, if F is READ.
 template <int F> DEV planes<F> planes_of(const void *base, int64_t n_units, int32_t format = F) {
     typedef block_layout<F> l;
     planes<F> p;
@@ -1473,8 +1475,8 @@ template <int F> struct raw {
     u32x4 n, c, d;
     uint32_t b, s, t;
 };
-// Of the formats that are only read: bytes of codes, entries and signs in w, of scales in s, and d,
-// each as its format has them.
+// For formats that are only read: w has the bytes of codes, entries and signs, s those of scales; d
+// is the factor. Each is as stored.
 template <> struct raw<READ> {
     uint32_t w[8], s, d;
     int32_t format;
@@ -1486,7 +1488,7 @@ ROCQ_K_READ_FORMATS(ROCQ_X, )
 
 template <int F, typename I> DEV raw<F> load_read(const planes<F> &p, I unit);
 
-// In a format with superblocks (8 units) p has to begin with a whole one. I: int64_t or uint32_t.
+// p has to begin at a superblock (8 units), if the format has these. I: int64_t or uint32_t.
 template <int F, reads R = AGAIN, typename I> DEV raw<F> load_planes(const planes<F> &p, I unit) {
     typedef block_layout<F> l;
     const u32x4 none = make4(0, 0, 0, 0);
@@ -1521,7 +1523,7 @@ template <int F, reads R = AGAIN, typename I> DEV raw<F> load_planes(const plane
 }
 
 template <int F, reads R = AGAIN, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
-    // Of formats that are only read, several loads take parts of one cache line, which has to stay.
+    // Formats that are only read: several loads share a cache line, which has to stay.
     if constexpr (is_read<F>()) return load_read<F>(p, unit);
     else return load_planes<F, R>(p, unit);
 }
@@ -1863,7 +1865,7 @@ DEV uint32_t signed_levels(uint32_t levels, uint32_t negative) {
 DEV u32x2 spread_signs(uint32_t signs) {
     return make2(spread_bits(signs), spread_bits(signs >> 4));
 }
-// The same for signs of which only bits 0-6 are stored: bit 7 is their parity. Higher bits are
+// spread_signs for signs of which only bits 0-6 are stored: bit 7 is their parity. Higher bits are
 // ignored. In `moved` bit i of the seven is at i + 7 j for every j < 4, which puts bits 0-3 to bits
 // 0, 8, 16 and 24, and bits 4-6 to bits 4, 12 and 20.
 DEV u32x2 spread_even_signs(uint32_t signs) {
@@ -1960,7 +1962,7 @@ template <int F, typename I> DEV raw<F> load_read(const planes<F> &p, I unit) {
     return load_read_unit<F>(p.blocks, at, u, p.format);
 }
 
-// d is a half but in NVFP4, whose scales are multiples of 2^-10.
+// d is a half, except in NVFP4: its scales are multiples of 2^-10.
 template <int F> DEV block_factors read_factors(const raw<F> &r, uint32_t u) {
     block_factors f = {f16_f32((uint16_t)r.d), 0.0f, {1, 1}, {1, 1}};
     uint32_t s = r.s;
@@ -2301,9 +2303,9 @@ DEV void put_q8_0(char *block, int i, bool live, const float *v) {
     store_by2(block + 2 + 4 * i, codes);
 }
 
-// Likewise, but the element of largest magnitude, the first one of equals, gets level -8.
-// Magnitudes are compared as integers because clang 19 drops the fabsf of fabsf(x != 0 ? x : 0),
-// which is the first step of a search that begins with 0.
+// As put_q8_0, but the element of largest magnitude, the first of equals, gets level -8. Magnitudes
+// are compared as integers because clang 19 drops the fabsf of fabsf(x != 0 ? x : 0), which is the
+// first step of a search that begins with 0.
 DEV float farther(float x, float y) { // x when equal or when y is NaN
     const uint32_t mx = bits<uint32_t>(x) & 0x7fffffffu, my = bits<uint32_t>(y) & 0x7fffffffu;
     return my > mx && my <= 0x7f800000u ? y : x;
@@ -2534,8 +2536,8 @@ template <int N> DEV void hadamard(float (&v)[N], int n) {
 // -- heads rotated by position --
 // Pair i of a head at position p is rotated by p turn(i) / freq_factors[i] full turns, with turn(i)
 // as at rocq_k_rotation in rocq.h: (x0, x1) becomes magnitude (x0 cos - x1 sin, x0 sin + x1 cos).
-// Of a head's elements those below n_dims are rotated; with NEOX pair i is elements i and
-// i + n_dims / 2, else 2 i and 2 i + 1.
+// Only elements below n_dims are rotated. Pair i is elements i and i + n_dims / 2 with NEOX, else
+// 2 i and 2 i + 1.
 
 // Sine and cosine of an angle in turns (2 pi), |turns| <= 1/2. The angle is reduced to an eighth of
 // a turn on either side of 0, where the Taylor series have errors of 3e-9 (sine) and 2e-9 (cosine).
@@ -2556,8 +2558,8 @@ DEV sine_cosine sincos_turns(float turns) {
     return {q == 0 ? s : q == 1 ? c : q == 2 ? -s : -c, q == 0 ? c : q == 1 ? -s : q == 2 ? -c : s};
 }
 
-// Sine and cosine of pair i, in LDS. In double up to the fraction of a turn, because at position
-// 100,000 a float would be off by 0.004.
+// Puts sine and cosine of pair i into LDS. The fraction of a turn is found in double: a float would
+// be off by 0.004 at position 100,000.
 DEV void rotation_angle(const rocq_k_rotation &a, int position, int i, float *sine, float *cosine) {
     double turn = 0.15915494309189535; // 1 / (2 pi)
 #pragma unroll
@@ -2576,7 +2578,7 @@ DEV void rotation_angle(const rocq_k_rotation &a, int position, int i, float *si
     lput(cosine + i, angle.c * a.magnitude);
 }
 
-// A quad of a head, and the other element of each one's pair.
+// A quad of a head, and the partner of each of its elements.
 struct rotation_quad {
     float v[4], p[4];
     int k, count, rotated; // rotated: elements of the quad with a lower number are rotated
@@ -2776,12 +2778,12 @@ struct matvec_x { // a unit of a column
     int sum[2]; // of the codes of each half; in formats without halves [1] is of all 32
 };
 
-// Whether units of w keep their codes of E2M1 as they are stored, four words, for e2m1_dot: for one
-// column, as it does not find the levels once for all columns.
+// Whether units of w keep their E2M1 codes as stored, in four words, for e2m1_dot. Only with one
+// column, as e2m1_dot looks the levels up anew for each.
 template <int F, int N> DEV constexpr bool is_e2m1() {
     return E2M1_SIGNS && N == 1 && (F == ROCQ_MXFP4 || F == ROCQ_NVFP4);
 }
-// The word of x that meets the low nibbles of word i. That of the high ones is two words later in
+// The word of x for the low nibbles of word i. The one for the high nibbles is two words later in
 // NVFP4, four in MXFP4.
 template <int F> DEV constexpr int e2m1_low(int i) {
     return F == ROCQ_NVFP4 ? (i & 2) * 2 + (i & 1) : i;
@@ -2992,7 +2994,7 @@ DEV void matvec_row_norm(const rocq_k_matvec_args &a, float (&v)[QUADS][4],
     }
 }
 
-// Makes Q8_0 of v, in LDS, and with put also in a.row.y.
+// Encodes v as Q8_0 in LDS and, with put, in a.row.y.
 template <int QUADS>
 DEV void matvec_row_encode(const rocq_k_matvec_args &a, const float (&v)[QUADS][4], bool put,
                            u32x4 *lds) {
@@ -3237,8 +3239,8 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
     }
 }
 
-// One wave's share of a product: ROWS rows from `row` on, and of K the steps of k_wave. The sums go
-// to out[pass][wave][ROWS c + r], with out at this wave; pass 0 is w and pass 1 is w2.
+// One wave's share of a product: ROWS rows from `row` on, over k_wave's steps of K. The sums go to
+// out[pass][wave][ROWS c + r], with out at this wave; pass 0 is w and pass 1 is w2.
 template <int F, int N, bool INT8, bool ROW>
 DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
                          int k_wave, int k_step, const u32x4 *row_x, float *out) {
@@ -3265,7 +3267,7 @@ DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weight
     }
 }
 
-// The same where F may be a name for several formats: branches to the code of the product's own.
+// matvec_products where F may stand for several formats: branches to the product's format.
 enum { MATVEC_MIXED = -1, MATVEC_LOW = -2 }; // LOW: the formats of ROCQ_K_LOW_FORMATS
 template <int F, int N, bool INT8, bool ROW>
 DEV void matvec_share(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
@@ -3351,8 +3353,7 @@ DEV void matvec_tail_lora(const rocq_k_matvec_args &a, int product, int row, mat
 template <bool LOW> DEV int matvec_k_shift(const rocq_k_matvec_args &a, int product) {
     return LOW && product == 0 ? __ffs(a.k_step / ROCQ_K_WAVE) - 1 : a.k_shift;
 }
-// With LOW one wave does this for all rows of the block, and what adapters add is left to
-// matvec_low_wave.
+// With LOW one wave has all rows of the block, and matvec_low_wave finds what adapters add.
 template <bool LOW>
 DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int first_row) {
     const rocq_k_matvec_args &a = LOW ? reread_anew(a0) : reread(a0);
@@ -3398,7 +3399,7 @@ DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int fi
     return t;
 }
 
-// Keeps what it needs at the end in registers.
+// Keeps the fields that are used at the end in registers.
 DEV void matvec_tail_hold(matvec_tail &t) {
     int32_t live = t.live, has_bias = t.e.has_bias, has_w2 = t.e.has_w2;
     int32_t has_gate = t.e.has_gate, has_residual = t.e.has_residual;
@@ -3463,7 +3464,7 @@ DEV void matvec_put_q8_0(const rocq_k_matvec_args &a, const matvec_tail &t, int 
     }
 }
 
-// Stores y, in the tail's row and column.
+// Stores y at the tail's row and column.
 template <int N>
 DEV void matvec_put(const rocq_k_matvec_args &a, const matvec_tail &t, int first_row, float *sums,
                     float y) {
@@ -3483,7 +3484,7 @@ DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_
     for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) {
         const int64_t unit = (p.row0 + min(row + r, p.m - 1)) * units;
         const char *from = (const char *)p.w + unit * bytes + at * (uint32_t)bytes;
-        if constexpr (F == READ) { // a unit's share of its block's bytes, and a whole word of them
+        if constexpr (F == READ) { // the word of the block that the unit's bytes begin in
             const planes<READ> w = read_planes(p.w, p.format);
             from = w.blocks + ((int64_t)(unit * w.bytes + at * w.bytes) >> w.shift & ~3ll);
         }
@@ -3501,8 +3502,8 @@ DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_
 // 1 << 31 less the number of the other blocks, and each of these adds 1 once it has seen which set
 // it is. So the highest bit changes only when all blocks have looked, and all of them find the same
 // bit.
-// A block has a wave more than without `low`, which multiplies no weights. While the others do, it
-// reads what the end of the block needs, waits for t and makes B t; behind their sums it stores y.
+// With `low` a block has one wave more, which multiplies no weights. While the others do, it reads
+// what the epilogue needs, waits for t and makes B t; once their sums are there, it stores y.
 enum { MATVEC_LOOKS = 4096 }; // polls of a word until a block gives up: some milliseconds
 DEV uint32_t *matvec_low_words(const rocq_k_matvec_args &a, uint32_t turn) {
     return a.low.words + ROCQ_K_LOW_TURN + turn * ROCQ_K_MATVEC_LOW;
@@ -3606,8 +3607,8 @@ DEV matvec_low_b matvec_low_load(const rocq_k_lora *lora, int row, int rank0) {
     }
     return b;
 }
-// The index of the word that a lane looks at: the first 16 lanes look at those of w, the others at
-// those of w2, of the ranks from rank0 on. MATVEC_LOW_NONE where there is none to wait for.
+// The index of the word of t that a lane polls, for the ranks from rank0 on: lanes 0-15 have those
+// of w, the others those of w2. MATVEC_LOW_NONE: there is none to wait for.
 enum : uint32_t { MATVEC_LOW_NONE = UINT32_MAX };
 DEV uint32_t matvec_low_index(const rocq_k_matvec_args &a, int product, int rank0) {
     const rocq_k_lora *const lora = a.lora[product];
@@ -3623,8 +3624,8 @@ DEV uint32_t matvec_low_look(const uint32_t *words, uint32_t index, int looks) {
     for (int i = 0; i < looks && word == 0; i++) word = atomic_look(words + index);
     return word;
 }
-// Waits until all numbers of t that the lanes of a wave need are there; false if that was in vain.
-// word is what a lane saw at its first look at words[index], and becomes what is there.
+// Waits until all numbers of t that the wave's lanes need are there; false if it gives up. word:
+// what the lane first saw at words[index], and then what it saw last.
 DEV bool matvec_low_wait(const rocq_k_matvec_args &a, int product, int rank,
                          const uint32_t *words, uint32_t index, uint32_t &word) {
     if (word == 0) word = matvec_low_look(words, index, MATVEC_LOOKS);
@@ -3636,12 +3637,19 @@ DEV bool matvec_low_wait(const rocq_k_matvec_args &a, int product, int rank,
     }
     return there;
 }
-// Makes B t of a lane's row, for each adapter. b and word are of the first 16 ranks.
+// What a lane knows of the adapters of its product: the ranks and scales of both, and the word of t
+// for the first 16 ranks.
+struct matvec_low_own {
+    int32_t ranks[2];
+    float scales[2];
+    uint32_t word;
+};
+// Makes B t of a lane's row, for each adapter. b is of the first 16 ranks.
 DEV void matvec_low_add(const rocq_k_matvec_args &a, int product, int row, const uint32_t *words,
-                        matvec_low_b b, uint32_t word, const int32_t (&ranks)[2],
-                        const float (&scales)[2], float (&sums)[2]) {
+                        matvec_low_b b, const matvec_low_own &own, float (&sums)[2]) {
+    uint32_t word = own.word;
     const rocq_k_lora *const lora = a.lora[product];
-    const int rank = max(ranks[0], ranks[1]);
+    const int rank = max(own.ranks[0], own.ranks[1]);
     sums[0] = sums[1] = 0.0f;
 #pragma unroll 1
     for (int rank0 = 0; rank0 < rank; rank0 += 16) {
@@ -3653,7 +3661,7 @@ DEV void matvec_low_add(const rocq_k_matvec_args &a, int product, int row, const
         for (int i = 0; i < 2; i++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                if (rank0 + 8 * h >= ranks[i]) continue;
+                if (rank0 + 8 * h >= own.ranks[i]) continue;
 #pragma unroll
                 for (int q = 0; q < 2; q++) {
                     float u[4];
@@ -3667,8 +3675,8 @@ DEV void matvec_low_add(const rocq_k_matvec_args &a, int product, int row, const
             }
         }
     }
-    sums[0] *= scales[0];
-    sums[1] *= scales[1];
+    sums[0] *= own.scales[0];
+    sums[1] *= own.scales[1];
 }
 
 // Makes the x of the kernels matvec_row_*. Block 0 also stores it if a.row.y is set. That pointer
@@ -3692,11 +3700,10 @@ DEV void matvec_row_meet(const rocq_k_matvec_args &a, float *work) {
     matvec_meet();
 }
 
-// What the last wave of a block with LOW does. In blocks of product 0 it stores t when the sums are
-// there; in the others it has B t by then, as t is nearly always there before a block's own sums.
-// The turn is the highest bit of the first word that it looks at. Each lane loads a word of its
-// own: one that all lanes load would go to a uniform register, and nvcc's code would wait for it
-// before it goes on.
+// What the last wave of a block with LOW does. In blocks of product 0 it stores t once the sums are
+// there. In the others it makes B t, as t is nearly always there before the block's own sums. The
+// turn is the highest bit of words[0]. Each lane loads a word of its own: one that all lanes load
+// would go to a uniform register, and nvcc's code would wait for it before it goes on.
 template <bool ROW>
 DEV void matvec_low_wave(const rocq_k_matvec_args &a, const matvec_at &at, int m) {
     const uint32_t look = atomic_look(a.low.words + lane_index());
@@ -3729,7 +3736,8 @@ DEV void matvec_low_wave(const rocq_k_matvec_args &a, const matvec_at &at, int m
     while (!matvec_low_wait(a, at.product, rank, words, index, word)) {
         matvec_low_help<ROW>(a, at.row_x, words);
     }
-    matvec_low_add(a, at.product, row, words, b, word, ranks, scales, tail.lora);
+    const matvec_low_own own = {{ranks[0], ranks[1]}, {scales[0], scales[1]}, word};
+    matvec_low_add(a, at.product, row, words, b, own, tail.lora);
     matvec_meet();
     if (!tail.live) return;
     const matvec_pair both = matvec_pair_of<1>(tail, at.sums);
@@ -3891,8 +3899,8 @@ DEV float experts_value(int32_t kind, float limit, float alpha, bool has_w2, flo
     return has_w2 ? v * z2 : v;
 }
 
-// Which of the copies is that of expert e, or -1 if it has none. All lanes have the same e; reading
-// the first lane's entry lets the compiler keep what follows from it in scalar registers.
+// The index of expert e's copy, or -1 if it has none. All lanes have the same e; reading the first
+// lane's entry lets the compiler keep what follows from it in scalar registers.
 DEV int experts_copy(const rocq_k_experts_copies &copies, int e) {
     const int at = copies.n > 0 ? wave_read(gload(copies.at + e), 0) : -1;
     return (uint32_t)at < (uint32_t)copies.n ? at : -1;
@@ -4333,7 +4341,7 @@ enum {
 static_assert(16 * (int)ROW_VECTORS <= (int)ROUTER_BYTES, "x in Q8_0 has the LDS of x in F32");
 static_assert((int)ROUTE_BYTES <= (int)ROUTER_BYTES, "the choice has the LDS that x had");
 
-// Vector `at` of each of a wave's rows, or their last one.
+// Loads vector `at`, or the last one, of each of a wave's rows.
 DEV void router_load(const float *w, const matvec_work &work, int k, uint32_t at,
                      u32x4 (&r_w)[ROCQ_K_MATVEC_ROWS]) {
     const uint32_t vector = min(at, work.count - 1);
@@ -4342,8 +4350,8 @@ DEV void router_load(const float *w, const matvec_work &work, int k, uint32_t at
         r_w[r] = gload((const u32x4 *)(w + work.row[r] * k) + vector);
     }
 }
-// The lane's sums of its wave's rows, with x in LDS, in the order of matvec_plain_sums. r_w: the
-// first vectors, loaded before x was there.
+// The lane's sums of its wave's rows, in matvec_plain_sums' order. x: LDS. r_w: the first vectors,
+// loaded before x was there.
 DEV void router_sums(const float *w, const matvec_work &work, int k, const u32x4 *x,
                      u32x4 (&r_w)[ROCQ_K_MATVEC_ROWS], float (&sums)[ROCQ_K_MATVEC_ROWS]) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
@@ -4363,7 +4371,7 @@ DEV void router_sums(const float *w, const matvec_work &work, int k, const u32x4
         }
     }
 }
-// The normed x, into LDS, or into memory.
+// Puts the normed x into LDS, or memory.
 DEV void router_stage(const rocq_k_router_args &a, float (&v)[4][4], const float (&w)[4][4],
                       bool stores, u32x4 *lds, float *work) {
     matvec_row_norm(a.matvec, v, w, work);
@@ -4527,8 +4535,8 @@ template <int F> DEV planes<F> matmul_planes(const rocq_k_matmul_product &produc
     return planes_of<F>(product.w, product.w_units, product.format);
 }
 
-// Where work has the sums of a column's first split; those of the next split follow M floats
-// further on. The column is counted through all batches.
+// The address in work of a column's sums of the first split; those of the next are M floats further
+// on. Columns are counted through all batches.
 DEV float *matmul_split_sums(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
                              int64_t column) {
     return product.work + column * a.n_splits * product.m;
@@ -4557,7 +4565,7 @@ DEV void matmul_put_column(const rocq_k_matmul_product &product, const matmul_pl
     }
 }
 
-// The same with sums in LDS. Where K is split, they are stored in work for matmul_merge instead.
+// matmul_put_column with sums in LDS. If K is split they are stored in work, for matmul_merge.
 template <int R>
 DEV void matmul_put_sums(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
                          const matmul_place &at, const float *sums, int64_t m0, int64_t n) {
@@ -4638,6 +4646,24 @@ DEV void matmul_merge(const rocq_k_matmul_args &a) {
 }
 KERNEL(matmul_merge, rocq_k_matmul_args, 256) { matmul_merge(a); }
 
+// Puts 16 columns of a wave's sums, those of the fragments c[..][which], into LDS, `stride` floats
+// from column to column. which is a variable, but c is in registers, whose numbers are constants:
+// hence the loop.
+template <int TM, int TN>
+DEV void frags_put(const frag_c (&c)[TM][TN], int which, float *to, int stride) {
+#pragma unroll
+    for (int j = 0; j < TN; j++) {
+        if (j != which) continue;
+#pragma unroll
+        for (int i = 0; i < TM; i++) {
+#pragma unroll
+            for (int v = 0; v < 8; v++) {
+                lput(to + frag_col(v) * stride + 16 * i + frag_row(v), c[i][j].v[v]);
+            }
+        }
+    }
+}
+
 // Finishes a wave's 16 TM by 16 TN sums, from row m0 and column n0 on. A fragment has few rows of
 // many columns, while in memory the rows of a column are neighbours. So 16 columns at a time go
 // through LDS, after which a wave reads and writes runs of 32 rows. work: LDS,
@@ -4654,17 +4680,7 @@ DEV void matmul_finish(const rocq_k_matmul_args &a, const matmul_block &block,
 #pragma unroll 1
     for (int pass = 0; pass < TN; pass++) {
         block_sync_lds();
-#pragma unroll
-        for (int j = 0; j < TN; j++) {
-            if (j != pass) continue;
-#pragma unroll
-            for (int i = 0; i < TM; i++) {
-#pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    lput(work + frag_col(v) * stride + 16 * i + frag_row(v), c[i][j].v[v]);
-                }
-            }
-        }
+        frags_put(c, pass, work, stride);
         block_sync_lds();
 #pragma unroll 1
         for (int column = 0; column < 16; column++) {
@@ -4687,8 +4703,25 @@ DEV experts_tile experts_tile_of(const rocq_k_experts_tiles &experts, uint32_t t
     return experts_tile{expert, wave_read(gload(from + 1), 0), wave_read(gload(from + 2), 0),
                         at >> 2, at & 3};
 }
+// If the tile's expert is read from a copy: its w, w2 and number of units.
+DEV void experts_choose_copy(const rocq_k_experts_tiles &experts, const experts_tile &own,
+                             const void *&w, const void *&w2, int64_t &n_units) {
+    if (own.where == ROCQ_K_EXPERTS_W) return;
+    const rocq_k_experts_copies &other =
+        own.where == ROCQ_K_EXPERTS_COPIES ? experts.copies : experts.fetched;
+    w = other.w;
+    w2 = other.w2;
+    n_units = other.n_units;
+}
 DEV int experts_pair(const rocq_k_experts_tiles &experts, const experts_tile &own, int column) {
     return gload(experts.pairs + own.first + column);
+}
+// The column of x, in F16, of the pair at `column` of a tile.
+DEV const char *experts_column(const rocq_k_matmul_args &a, const experts_tile &own,
+                               uint32_t column) {
+    const int pair = experts_pair(a.experts, own, (int)column);
+    const int64_t from = a.experts.x_slots == 1 ? pair / a.experts.n_slots : pair;
+    return (const char *)a.x + from * a.x_stride * 2;
 }
 DEV matmul_place experts_place_of(const rocq_k_matmul_product &product, uint32_t block,
                                   const experts_tile &own, int64_t tile_m, uint32_t n_steps) {
@@ -4699,9 +4732,9 @@ DEV matmul_place experts_place_of(const rocq_k_matmul_product &product, uint32_t
     return p;
 }
 
-// As matmul_finish, for a tile of which each wave has other rows and all columns, from row m0 of
-// its matrix on. With split_rows, waves 0 and 1 have rows of w, and waves 2 and 3 the same rows of
-// w2: then waves i and i + 2 both read z and z2 of these rows from LDS, and share the columns.
+// matmul_finish for a tile by expert: a wave has all columns of its own rows, from row m0 of its
+// matrix on. With split_rows, waves 0 and 1 have rows of w, and waves 2 and 3 the same rows of w2:
+// then waves i and i + 2 both read z and z2 of these rows from LDS, and share the columns.
 template <int TM, int TN>
 DEV void experts_finish(const rocq_k_matmul_product &product,
                         const rocq_k_experts_tiles &experts,
@@ -4719,18 +4752,7 @@ DEV void experts_finish(const rocq_k_matmul_product &product,
 #pragma unroll 1
     for (int pass = 0; pass < TN; pass++) {
         block_sync_lds();
-#pragma unroll
-        for (int j = 0; j < TN; j++) {
-            if (j != pass) continue;
-#pragma unroll
-            for (int i = 0; i < TM; i++) {
-#pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    lput(work + wave * PASS + frag_col(v) * STRIDE + 16 * i + frag_row(v),
-                         c[i][j].v[v]);
-                }
-            }
-        }
+        frags_put(c, pass, work + wave * PASS, STRIDE);
         block_sync_lds();
 #pragma unroll 1
         for (int column = split_rows ? wave / 2 : 0; column < 16; column += step) {
@@ -4813,8 +4835,8 @@ template <int F> DEV void matmul_unit_halves(const raw<F> &r, uint32_t unit, u32
     for (int i = 0; i < 4; i++) h[i] = make4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
 }
 
-// Of the units that a thread has prefetched of two rows, the one to decode in pass i of two. For
-// the formats that are only read the passes are a loop, whose code and constants are there once.
+// take_row: which of the two units that a thread has prefetched is decoded in pass i of two. For
+// formats that are only read the passes are a loop, so their code and constants are there once.
 template <int F> DEV constexpr int decode_passes() { return F == READ ? 1 : 2; } // unrolled
 template <int F> DEV raw<F> take_row(raw<F> (&r)[2], int i) {
     if constexpr (F != READ) return r[i];
@@ -4860,6 +4882,14 @@ template <int F> DEV u32x4 matmul_load_vector(const char *row, uint32_t k, uint3
     return make4(w[0], w[1], w[2], w[3]);
 }
 
+// Puts a unit into LDS, in F16.
+template <int F> DEV void matmul_put_unit(u32x4 *to, const raw<F> &r, uint32_t unit) {
+    u32x4 halves[4];
+    matmul_unit_halves<F>(r, unit, halves);
+#pragma unroll
+    for (int j = 0; j < 4; j++) lput(to + j, halves[j]);
+}
+
 // A vector that has elements k to k + 7 of a row of n, with those past the end set to 0.
 DEV u32x4 matmul_mask_halves(const u32x4 &vector, int64_t k, int64_t n) {
     uint32_t w[4] = {vector.x, vector.y, vector.z, vector.w};
@@ -4871,6 +4901,16 @@ DEV u32x4 matmul_mask_halves(const u32x4 &vector, int64_t k, int64_t n) {
     return make4(w[0], w[1], w[2], w[3]);
 }
 
+// The bytes before the vector of halves at element e of a row, or before the row's last one.
+DEV uint32_t matmul_vector_at(uint32_t e, uint32_t k) {
+    const uint32_t last = (k - 1) & ~7u;
+    return (e < last ? e : last) * 2;
+}
+// How many times 16 of K there are in a step; the last step may have fewer than the others.
+DEV int matmul_n16(uint32_t k, uint32_t step) {
+    const uint32_t left = (k - step * MATMUL_F16_BK + 15) / 16;
+    return left < MATMUL_F16_BK / 16 ? (int)left : MATMUL_F16_BK / 16;
+}
 // c += w x over 16 * n16 elements of K. w and x point into LDS to the wave's first row and column;
 // 16 * USED columns are multiplied, whose fragments are x_stride halves apart. A fragment's
 // registers are loaded again as soon as its last product is issued.
@@ -4938,13 +4978,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
     if constexpr (EXPERTS) {
         own = experts_tile_of(experts, block.index / (uint32_t)product.tiles_m);
         if (own.n == 0) return;
-        if (own.where != ROCQ_K_EXPERTS_W) {
-            const rocq_k_experts_copies &other =
-                own.where == ROCQ_K_EXPERTS_COPIES ? experts.copies : experts.fetched;
-            all_w = other.w;
-            all_w2 = other.w2;
-            w_units = other.n_units;
-        }
+        experts_choose_copy(experts, own, all_w, all_w2, w_units);
         at = experts_place_of(product, block.index, own, tile_m, (k + BK - 1) / BK);
     } else {
         at = matmul_place_of(a, block, BM, BN, (k + BK - 1) / BK);
@@ -4965,15 +4999,12 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
 #pragma unroll
         for (int i = 0; i < N_X; i++) {
             const uint32_t column = (uint32_t)(row + i * LOAD_ROWS);
-            const int pair = experts_pair(experts, own, (int)(column < x_last ? column : x_last));
-            const int64_t from = experts.x_slots == 1 ? pair / experts.n_slots : pair;
-            pair_x[i] = (const char *)a.x + from * a.x_stride * 2;
+            pair_x[i] = experts_column(a, own, column < x_last ? column : x_last);
         }
     }
     const auto load_x = [&](uint32_t step) {
-        const uint32_t e = step * BK + 8 * (uint32_t)chunk, e_last = (k - 1) & ~7u;
-        const uint32_t from = (e < e_last ? e : e_last) * 2, most = x_last * x_bytes + from;
-        const uint32_t first = (uint32_t)row * x_bytes + from;
+        const uint32_t from = matmul_vector_at(step * BK + 8 * (uint32_t)chunk, k);
+        const uint32_t most = x_last * x_bytes + from, first = (uint32_t)row * x_bytes + from;
 #pragma unroll
         for (int i = 0; i < N_X; i++) {
             const uint32_t offset = first + (uint32_t)(i * LOAD_ROWS) * x_bytes;
@@ -5044,10 +5075,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
 #pragma unroll decode_passes<F>()
             for (int i = 0; i < 2; i++) {
                 u32x4 *to = (u32x4 *)(wt + (t / 2 + i * (BM / 2)) * ROW) + 4 * half;
-                u32x4 halves[4];
-                matmul_unit_halves<F>(take_row<F>(wr, i), 2 * step + half, halves);
-#pragma unroll
-                for (int j = 0; j < 4; j++) lput(to + j, halves[j]);
+                matmul_put_unit<F>(to, take_row<F>(wr, i), 2 * step + half);
             }
         } else if (F != ROCQ_F32 && wide) {
 #pragma unroll
@@ -5095,8 +5123,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
             load_w(step + 1);
             load_x(step + 1);
         }
-        const uint32_t left = (k - step * BK + 15) / 16;
-        const int n16 = left < BK / 16 ? (int)left : BK / 16;
+        const int n16 = matmul_n16(k, step);
         const f16 *const w_wave = wt + wm * ROW, *const x_wave = xt + wn * ROW;
         enum { HALF = TM == 2 ? TN / 2 : TN };
         if (half_tile && has_work) matmul_multiply<TM, TN, HALF>(c, w_wave, x_wave, n16);
@@ -5127,6 +5154,7 @@ ROCQ_K_ALL_FORMATS(ROCQ_X, )
 #undef ROCQ_X
 
 // -- F16, from LDS --
+// [large LDS] RDNA3: skip to "-- INT8 --". Only chips with over 64 KiB of LDS run this.
 
 // Products of F16 operands where four waves multiply straight from LDS (WMMA_TILES), for matmul and
 // matmul_backward: c[row][col] = sum over r of a(row, r) b(col, r), where columns are what lies
@@ -5282,11 +5310,11 @@ DEV void lds_finish(const frag_c (&c)[BN / 16], float *work, L load, S store) {
     wave_sync();
     lds_finish_rows<BN>(work, load, store);
 }
-// The same for what most products want: y = activation(sum) * gate + residual in rows of whole
-// quads, of which `rows` and `quads` are there; gate and residual F32 or absent, y F32 or F16, and
-// the activation SiLU or none. Each points to row 0 of the tile. That takes a fraction of the
-// instructions, which a block has to fetch from L2 when its loop ends: at 29 columns and K 256 the
-// general code took 6 us for a residual and 12 for SiLU and a gate (H100).
+// lds_finish_rows for what most products want: y = activation(sum) * gate + residual in rows of
+// whole quads, of which `rows` and `quads` are there; gate and residual F32 or absent, y F32 or
+// F16, and the activation SiLU or none. Each points to row 0 of the tile. That takes a fraction of
+// the instructions, which a block has to fetch from L2 when its loop ends: at 29 columns and K 256
+// the general code took 6 us for a residual and 12 for SiLU and a gate (H100).
 struct lds_rows {
     char *y;
     const char *gate, *residual;
@@ -5337,12 +5365,12 @@ template <int BN> DEV void lds_store_rows(const float *work, const lds_rows &to)
     }
 }
 
-// Whether lds_store_rows can read a gate or residual, or there is none.
+// Whether lds_store_rows can read t, a gate or residual, or it is absent.
 DEV bool lds_takes_rows(const rocq_k_tensor &t, bool wide) {
     return !t.data || (t.format == ROCQ_F32 && wide);
 }
 
-// The epilogue of matmul, or the sums of a split of K. Rows of the tile are columns n of y.
+// matmul's epilogue, or stores a split's sums. Rows of the tile are columns n of y.
 template <int BN>
 DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
                            const matmul_place &at, const float *work) {
@@ -5433,7 +5461,7 @@ DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_prod
     };
     lds_finish_rows<BN>(work, load, store);
 }
-// All 64 rows that each of the TM tiles c of a group has, which are BM / TM apart.
+// Finishes a group's TM tiles of 64 rows, which are BM / TM rows apart.
 template <int BN, int BM, int TM>
 DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
                            matmul_place at, const frag_c (&c)[TM][BN / 16], float *work) {
@@ -5477,8 +5505,8 @@ DEV void matmul_lds(const rocq_k_matmul_args &a) {
 ROCQ_K_LDS_FORWARD_TILES(ROCQ_X, )
 #undef ROCQ_X
 
-// What a thread has of w in matmul_lds_decoded: in each step a unit of each of UNITS rows, or of
-// BF16 VECTORS vectors. Rows past the tile's last one repeat it.
+// The rows of w that a thread decodes in matmul_lds_decoded. In each step it loads one unit of each
+// of UNITS rows (BF16: VECTORS vectors). Rows past the tile's last repeat it.
 template <int F, int BN, int BM> struct lds_weights {
     enum { THREADS = 2 * BM, UNITS = BN / BM, VECTORS = 8 * BN / THREADS };
     const char *w; // the tile's first row, of a plain format
@@ -5621,8 +5649,9 @@ ROCQ_K_DECODED_FORMATS(ROCQ_X, )
 #undef ROCQ_X
 #undef ROCQ_X_TILE
 
-// matmul_few: F16 and BF16 weights and up to 16 TN columns of x, which wait for w to be read. x is
-// of format X, F16 or F32, which is rounded to F16 here, so that no launch has to do it before.
+// matmul_few: F16 and BF16 weights and up to 16 TN columns of x: reading w takes most of the time.
+// x is of format X, F16 or F32, which is rounded to F16 here, so that no launch has to do it
+// before.
 // A wave reads the operands of 32 rows straight into registers: without tiles of LDS and barriers,
 // all 16 waves of a compute unit always have loads of w in flight. The 8 waves of a block take
 // turns of 64 of K, wave i the steps i, i + 8 and so on. Their sums meet in LDS and are added in
@@ -5640,9 +5669,10 @@ DEV u32x4 matmul_few_halves(const u32x4 (&v)[2]) {
 }
 template <int F, int TN, int X> DEV void matmul_few(const rocq_k_matmul_args &a) {
     enum {
-        TM = ROCQ_K_MATMUL_FEW_M / 16, V = FRAG_VECTORS, WAVES = 8, // 36: banks of a lane's columns
-        STRIDE = ROCQ_K_MATMUL_FEW_M + 4, COLUMNS = 16 * STRIDE,    // are apart
-        X_BYTES = X == ROCQ_F32 ? 4 : 2, PARTS = X_BYTES / 2        // of a vector of x
+        TM = ROCQ_K_MATMUL_FEW_M / 16, V = FRAG_VECTORS, WAVES = 8,
+        STRIDE = ROCQ_K_MATMUL_FEW_M + 4, // 36 floats: a lane's columns are in different banks
+        COLUMNS = 16 * STRIDE,            // floats of a wave
+        X_BYTES = X == ROCQ_F32 ? 4 : 2, PARTS = X_BYTES / 2 // loads for eight elements of x
     };
     LDS(float, sums, WAVES * COLUMNS);
     const matmul_block block = matmul_block_of(a);
@@ -5894,6 +5924,35 @@ DEV void matmul_int8_store_x(const matmul_int8_lds &lds, const raw<ROCQ_Q8_0> &f
     }
 }
 
+// c += w x over a group: the exact products of the codes fw and fx, times the scales sw and sx; if
+// the format has mins, less min times the sum of x's group.
+template <bool HAS_MIN, int N>
+DEV void matmul_int8_add(frag_c &c, const frag_i8 (&fw)[N], const frag_i8 (&fx)[N],
+                         const float (&sw)[8], const float (&sx)[FRAG_SLOTS], const float (&min)[8],
+                         const float (&sum)[FRAG_SLOTS]) {
+    frag_ci ci = {{0, 0, 0, 0, 0, 0, 0, 0}};
+#pragma unroll
+    for (int h = 0; h < N; h++) wmma_i8(ci, fw[h], fx[h]);
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        const int s = frag_slot(v);
+        c.v[v] = fmaf((float)ci.v[v], sw[v] * sx[s], c.v[v]);
+        if (HAS_MIN) c.v[v] = fmaf(-min[v], sum[s], c.v[v]);
+    }
+}
+
+// Loads unit u of two rows, which begin at unit `first` and `apart` units behind it; or, where one
+// would begin past unit `last`, of the row there.
+template <int F>
+DEV void matmul_load_units(raw<F> (&r)[2], const planes<F> &p, uint32_t first, uint32_t apart,
+                           uint32_t last, uint32_t u) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t own = first + (uint32_t)i * apart;
+        r[i] = load_raw(p, (own < last ? own : last) + u);
+    }
+}
+
 template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     typedef matmul_int8_shape<F> S;
     enum { BM = S::BM, BN = S::BN, ROW = S::ROW, TM = S::TM, TN = S::TN };
@@ -5924,12 +5983,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     raw<ROCQ_Q8_0> xr;
     const auto load = [&](uint32_t step) {
         const uint32_t u = 2 * step + half < row_units ? 2 * step + half : row_units - 1;
-        const uint32_t most = w_last * row_units;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint32_t first = w_unit + (uint32_t)i * (BM / 2) * row_units;
-            wr[i] = load_raw(wp, (first < most ? first : most) + u);
-        }
+        matmul_load_units(wr, wp, w_unit, (BM / 2) * row_units, w_last * row_units, u);
         xr = load_raw(xp, x_unit + u);
     };
 
@@ -5976,16 +6030,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
                 }
 #pragma unroll
                 for (int j = 0; j < TN; j++) {
-                    frag_ci ci = {{0, 0, 0, 0, 0, 0, 0, 0}};
-#pragma unroll
-                    for (int h = 0; h < GROUP / 16; h++) wmma_i8(ci, fw[h], fx[j][h]);
-#pragma unroll
-                    for (int v = 0; v < 8; v++) {
-                        float *x = &c[i][j].v[v];
-                        const int s = frag_slot(v);
-                        *x = fmaf((float)ci.v[v], sw[v] * sx[j][s], *x);
-                        if (has_min) *x = fmaf(-min[v], sum[j][s], *x);
-                    }
+                    matmul_int8_add<has_min>(c[i][j], fw, fx[j], sw, sx[j], min, sum[j]);
                 }
             }
         }
@@ -6001,8 +6046,8 @@ ROCQ_K_INT8_FORMATS(ROCQ_X, )
 
 // -- F32 --
 
-// Half h of a step of 32 elements of row row0 + r of w, as it is in memory. Of a block format it is
-// the whole unit.
+// Loads half h of a step, 32 elements, of row row0 + r of w, undecoded; of a block format the whole
+// unit.
 template <int F>
 DEV void matmul_load_half(const rocq_k_matmul_product &product, uint32_t k, int64_t row0,
                           uint32_t r, uint32_t step, int h, u32x4 (&to)[4]) {
@@ -6071,6 +6116,14 @@ DEV void matmul_multiply_f32(float (&c)[8][8], const float *w, const float *x, i
 #pragma unroll
             for (int j = 0; j < 4 * HALVES; j++) c[i][j] = fmaf(vw[i], vx[j], c[i][j]);
         }
+    }
+}
+
+DEV void matmul_f32_clear(float (&c)[8][8]) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) c[i][j] = 0.0f;
     }
 }
 
@@ -6174,11 +6227,7 @@ DEV void matmul_f32(const rocq_k_matmul_args &a) {
 
     const bool half_tile = x_last < BN / 2;
     float c[8][8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) c[i][j] = 0.0f;
-    }
+    matmul_f32_clear(c);
     load(at.begin);
     for (uint32_t step = at.begin; step < at.end; step++) {
         store(step);
@@ -6276,10 +6325,10 @@ enum {
 //        8 to 11      lanes 16-23  in passes 0-3 passes 4-7
 //       12 to 15      lanes 24-31  in passes 0-3 passes 4-7
 //
-// Of K lane t has chunk t % 8 of position t / 8; each pass is ROWS_K = 4 positions further on and,
-// after the last position, 8 chunks. Of V lane t has chunk t % 8 of four consecutive k in four
-// passes: 4 by 8 elements, which it transposes in registers and stores as 8 rows of V^T with 4
-// elements each. k stands for position frag_k_row(k): 0 2 4 .. 14, then 1 3 5 .. 15.
+// Lane t loads chunk t % 8 of position t / 8 of K; each pass goes ROWS_K = 4 positions further and,
+// after the last one, 8 chunks. Of V it loads chunk t % 8 of four consecutive k in four passes: 4
+// by 8 elements, which it transposes in registers and stores as 8 rows of V^T with 4 elements each.
+// k stands for position frag_k_row(k): 0 2 4 .. 14, then 1 3 5 .. 15.
 template <int D, int BLOCK_WAVES, int TILES, int HELD, int N, int LOADERS> struct attend_shape {
     enum {
         HEAD = D,
@@ -6469,8 +6518,8 @@ DEV const char *attend_row(const attend_rows &t, const attend_place &at, int r) 
 }
 
 // Loads a thread's share of a tile of K or V. Past the end it loads the last position, and past
-// head_dim the last chunk, again. attend_put puts zeros in their place, but for K past the end,
-// whose scores attend_hide sets to -infinity.
+// head_dim the last chunk, again. attend_put stores zeros instead, except for K past the end:
+// attend_hide sets those scores to -infinity.
 template <typename S, bool V>
 DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at,
                       int thread) {
@@ -6916,9 +6965,9 @@ DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::S_FRAGS], float factor)
     }
 }
 
-// What the sums of a column are to be multiplied by, 1 / l, where its sink is added to its sum l. m
-// is the maximum that the sums are relative to. A column that saw no position, l == 0, is to get 0.
-// Stores its lse, if there is one and lse_too says so.
+// Returns 1 / l, the factor for a column's sums, after the column's sink has been added to l. m:
+// the maximum that the sums are relative to. l == 0: the column saw no position, and the caller
+// stores 0. Stores the lse if it is asked for and lse_too is set.
 DEV float attend_divisor(const rocq_k_attention_args &a, const attend_task &t,
                          const attend_column &c, float m, float l, bool lse_too) {
     const int head = t.kv_head * a.group + c.head;
@@ -7003,10 +7052,21 @@ DEV void attend_merge(const rocq_k_attention_args &a, const attend_task &t, cons
     }
 }
 
+// Stores elements d to d + 3 of a column of a block's result in work and, with the first of them,
+// its m and l.
+template <typename S>
+DEV void attend_put_result(float *result, int column, int d, float m, float l,
+                           const float (&x)[4]) {
+    gstore((u32x4 *)(result + 2 * S::COLUMNS + column * S::HEAD + d),
+           make4(bits<uint32_t>(x[0]), bits<uint32_t>(x[1]), bits<uint32_t>(x[2]),
+                 bits<uint32_t>(x[3])));
+    if (d == 0) gstore((u32x2 *)result + column, make2(bits<uint32_t>(m), bits<uint32_t>(l)));
+}
+
 // Merges the states of the block's sets. If there is a single run, the columns then go to out. Else
-// each block stores its result in work, and the last one to do so merges all. LDS holds o as rows
-// [set][column tile][column of a part], then m and l of each row. A result in work is m and l of
-// each column, then o, one column after the other; columns past the end are left out.
+// each block stores its result in work, and the last one to do so merges all. LDS takes OUT_COLUMNS
+// columns at a time: o as rows [set][column tile][column], then m and l of each row. A result in
+// work is m and l of each column, then o, column by column; columns past the end are left out.
 template <typename S>
 DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, int n_runs,
                        u32x4 *all_lds) {
@@ -7027,10 +7087,10 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     for (int s = 0; s < FRAG_SLOTS; s++) state.l[s] = frag_col_sum(state.l[s]);
 
 #pragma unroll 1
-    for (int part = 0; part < ATTEND_COLUMNS && part < n_there; part += S::OUT_COLUMNS) {
+    for (int first = 0; first < ATTEND_COLUMNS && first < n_there; first += S::OUT_COLUMNS) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const int c = frag_col(i) - part;
+            const int c = frag_col(i) - first;
             if (c < 0 || c >= S::OUT_COLUMNS) continue;
             float *to = lds + (own_row + c) * S::OUT_STRIDE + w.slice * S::W + frag_row(i);
 #pragma unroll
@@ -7038,18 +7098,18 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
         }
 #pragma unroll
         for (int s = 0; s < FRAG_SLOTS; s++) {
-            const int c = frag_slot_col(s) - part;
+            const int c = frag_slot_col(s) - first;
             if (w.slice != 0 || frag_row(0) != 0 || c < 0 || c >= S::OUT_COLUMNS) continue;
             lput((u32x2 *)m_l + own_row + c,
                  make2(bits<uint32_t>(state.m[s]), bits<uint32_t>(state.l[s])));
         }
         block_sync_lds();
         const int rows = S::COLUMN_TILES > 1 ? S::COLUMN_TILES * S::OUT_COLUMNS
-                                             : min(n_there - part, (int)S::OUT_COLUMNS);
+                                             : min(n_there - first, (int)S::OUT_COLUMNS);
         for (int i = thread; i < (rows * (S::HEAD / 4) + S::BLOCK - 1) / S::BLOCK * S::BLOCK;
              i += S::BLOCK) {
             const int row = min(i / (S::HEAD / 4), rows - 1), d = i % (S::HEAD / 4) * 4,
-                      column = row / S::OUT_COLUMNS * ATTEND_COLUMNS + part + row % S::OUT_COLUMNS;
+                      column = row / S::OUT_COLUMNS * ATTEND_COLUMNS + first + row % S::OUT_COLUMNS;
             const bool live = i < rows * (S::HEAD / 4) && column < n_there && d < a.head_dim;
             const float *from =
                 lds + row * S::OUT_STRIDE + d / S::W * S::W + d % 8 * (S::W / 8) + d % S::W / 8;
@@ -7073,14 +7133,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
                 }
             }
             if (n_runs > 1) {
-                if (live) {
-                    gstore((u32x4 *)(result + 2 * S::COLUMNS + column * S::HEAD + d),
-                           make4(bits<uint32_t>(x[0]), bits<uint32_t>(x[1]), bits<uint32_t>(x[2]),
-                                 bits<uint32_t>(x[3])));
-                    if (d == 0)
-                        gstore((u32x2 *)result + column,
-                               make2(bits<uint32_t>(top), bits<uint32_t>(sum)));
-                }
+                if (live) attend_put_result<S>(result, column, d, top, sum, x);
             } else {
                 attend_put_out(a, t, t.column0 + column, d, live, top, sum, x);
             }
@@ -7104,8 +7157,8 @@ DEV int attend_length(const rocq_k_attention_args &a, int seq) {
     return len < 1 ? 1 : a.n_kv;
 }
 
-// The positions from begin to end - 1 that a block works on: one of the n_runs runs, each of whole
-// rounds, into which what its columns see is cut. len: positions that the sequence has.
+// A block's run, positions begin to end - 1: what its columns see is cut into n_runs runs of whole
+// rounds, of which the block has one. len: positions that the sequence has.
 struct attend_run { int len, begin, end, n_runs; };
 DEV attend_run attend_run_of(const rocq_k_attention_args &a, const attend_task &t, int columns,
                              int round) {
@@ -7158,8 +7211,8 @@ DEV attend_kv attend_kv_of(const rocq_k_attention_args &a, const attend_task &t)
     return kv;
 }
 
-// Which positions the columns of a wave see: those of the first and the last column, which bound
-// all, and those of each column of the lane. Columns past the end repeat the last one.
+// The positions that a wave's columns see: its first and its last one, which bound all, and each of
+// the lane's columns. Columns past the end repeat the last one.
 struct attend_limits {
     int low_first, low_last, high_first, high_last;
     int low[FRAG_SLOTS], high[FRAG_SLOTS];
@@ -7453,7 +7506,7 @@ DEV attend_step_task attend_step_task_of(const rocq_k_attention_args &a) {
     return t;
 }
 
-// A thread's part, and where things are in LDS.
+// What a thread works on, and where things are in LDS.
 template <int D> struct attend_step_place {
     int thread, lane, wave;
     int chunk, group; // the lane has elements 8 chunk to 8 chunk + 7 of the rows of its group
@@ -7596,7 +7649,7 @@ DEV void attend_step_rotate(const rocq_k_attention_args &a, const attend_step_ta
     }
     block_sync_lds();
 }
-// Puts the new rows in a tile that was loaded before they were there.
+// Puts the new rows into a tile that was loaded before they existed.
 template <int D>
 DEV void attend_step_renew(attend_step_tile<D> &tile, const attend_step_kv &kv,
                            const attend_step_place<D> &at) {
@@ -7614,7 +7667,7 @@ DEV void attend_step_renew(attend_step_tile<D> &tile, const attend_step_kv &kv,
         tile.v[p] = new_v;
     }
 }
-// The first block stores the new rows in the caches, when none of its waves reads them any more.
+// The first block stores the new rows in the KV cache, once its waves have read them.
 template <int D>
 DEV void attend_step_append(const rocq_k_attention_args &a, const attend_step_task &t, int cell,
                             const attend_step_place<D> &at) {
@@ -7885,6 +7938,7 @@ template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
     }
 }
 
+// [large LDS] RDNA3: skip to attend_decode. Only chips with over 64 KiB of LDS run this.
 // A decode step over plain F16 rows on chips with WMMA_TILES, whose LDS is large and whose copies
 // to it take no registers (attention_group). A block has a run of positions and up to COLUMNS heads
 // of a KV head's group, so that K and V are read once for all of them. Its waves take KV tiles in
@@ -8446,7 +8500,7 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     attend_finish<S>(a, state, run.n_runs, lds);
 }
 
-// Stages Q_COLUMNS columns of Q from `first` of the block's on, and loads those of the wave.
+// Stages Q_COLUMNS columns of Q, from the block's column `first` on, and loads the wave's.
 template <typename S>
 DEV void attend_load_q(frag (&q)[S::O_FRAGS], const rocq_k_attention_args &a, const attend_task &t,
                        const attend_role &w, int first, f16 *tile) {
@@ -8529,9 +8583,9 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
 
 // Prefill of D = 512. Sixteen waves, four slices of four column tiles, share each KV tile: with one
 // column tile a block, K and V would be read from L2 for every 16 columns, which takes longer than
-// the products. Products are taken in the order S of tile n, O of tile n - 1, so that two barriers
-// a tile do: between them all waves multiply, or all take weights and stage. The first half of the
-// threads stages K, a tile ahead of V, which the second half stages.
+// the products. S of tile n is computed before O of tile n - 1, so that two barriers a tile are
+// enough: between them all waves multiply, or all weigh and stage. The first half of the threads
+// stages K, a tile ahead of V, which the second half stages.
 template <int D> DEV void attend_prefill_wide(const rocq_k_attention_args &a) {
     typedef attend_prefill_shape<D> S;
     static_assert(attend_lds<S>::BYTES == ROCQ_K_ATTEND_WIDE_LDS, "what the launch asks for");
@@ -8612,6 +8666,7 @@ ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
 
 // -- prefill straight from LDS --
+// [large LDS] RDNA3: skip to ">>ops". Only chips with over 64 KiB of LDS run this.
 
 // Prefill where four waves multiply straight from LDS (WMMA_TILES), for what rocq__attention_lds
 // allows: heads to 256, no mask and no pages. A group of four waves has 64 columns, a block is one
@@ -8634,8 +8689,8 @@ template <int D> struct attend_tiles_shape {
     };
     static_assert(8 * 16 * (D + 8) * 4 <= ROCQ_K_ATTEND_LDS_BYTES(D, 256), "results");
 };
-// What a wave has of its 16 columns, as in attend_state, and which positions they see: those of
-// each of the lane's rows, and those that all of them see.
+// A wave's 16 columns, as in attend_state, and the positions that they see: each of the lane's
+// rows, and all of the columns in common.
 template <int D> struct attend_tiles_state {
     frag_c o[1][D / 16];
     float m[FRAG_ROW_SLOTS], l[FRAG_ROW_SLOTS];
@@ -8725,8 +8780,8 @@ DEV void attend_tiles_stage_q(f16 *tile, const rocq_k_attention_args &a, const a
     }
 }
 
-// As attend_weigh, for the tile whose positions are from `first` on; but what O is to be multiplied
-// by, where m moves, is left in keep. Returns whether it does in any row of the wave.
+// As attend_weigh, for the tile from position `first` on, but leaves the factors of O in keep.
+// Returns whether m has moved in any row of the wave, so that O has to be multiplied.
 template <int D>
 DEV bool attend_tiles_weigh(attend_tiles_state<D> &c,
                             frag_c (&s)[1][attend_tiles_shape<D>::TILE / 16],
@@ -8840,8 +8895,8 @@ DEV void attend_tiles_finish(const rocq_k_attention_args &a, const attend_task &
     attend_merge<D>(a, t, results, n_runs, columns, (int)n_threads());
 }
 
-// What computes c stays before this, and what uses it behind: also where the only bond between them
-// is a wait for the matrix unit.
+// Keeps code that computes c before this point, and code that uses c after it, even if only a wait
+// for the matrix unit ties them together.
 template <int N> DEV void attend_tiles_held(frag_c (&c)[N]) {
 #pragma unroll
     for (int i = 0; i < 8 * N; i++) held(c[i / 8].v[i % 8]);
@@ -9814,7 +9869,7 @@ DEV uint64_t wave_sum64(uint64_t x) {
 }
 
 // Exclusive scans: the sum of x over the lanes (wave_scan), or the 1024 threads (block_scan),
-// before the own one. total: the sum over all of them.
+// before this one. total: the sum over all of them.
 template <int mask> DEV void wave_scan_step(uint64_t &before, uint64_t &sum) {
     const uint64_t other = wave_xor64<mask>(sum);
     if (thread_index() & mask) before += other;
@@ -9979,8 +10034,8 @@ DEV void sample_collect(sample_state &s, const sample_work &work, int order, sam
     block_sync_lds();
 }
 
-// Sorts a list in an order. It has keys of that order if it was just collected, else sorted keys of
-// the other one, or it is in order already.
+// Sorts a list by `order`, if it is not yet. A list just collected has this order's keys, unsorted;
+// one that is sorted by the other order gets them here.
 DEV void sample_sort(const sample_state &s, const sample_work &work, int order, sample_list &list) {
     if (list.order == order) return;
     if (list.order != SAMPLE_UNSORTED && list.key != ~0ull) {
@@ -10092,8 +10147,8 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
     return w < 32;
 }
 
-// Does what is left of a step with a list in the step's order. A filter drops what is behind the
-// place; in DRAW the thread at the place has the token, and stores it.
+// Finishes a step with a list in the step's order. A filter drops what is behind the place where
+// the target is reached; in DRAW the thread there stores its token.
 DEV void sample_place(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
                       int step, sample_search &search, sample_list &list) {
     const uint32_t t = thread_index();
@@ -10414,7 +10469,7 @@ DEV u32x4 delta_direction(const u32x4 &loaded, float eps, float factor) {
                  bits<uint32_t>(by * x[3]));
 }
 
-// The quads of a row in LDS that this lane has of its columns.
+// The quads of a row in LDS that match the lane's quads of its columns.
 DEV void delta_quads(const u32x4 *row, float x[16]) {
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -10448,7 +10503,7 @@ DEV float delta_sums(float &x, float &y, const float z[2]) {
     return sum + wave_xor<4>(sum);
 }
 
-// A lane's share of a column of the state in a slot: of 8 lanes, it has every 8th quad. Slot -1 and
+// A lane's share of a column of a slot's state: every 8th quad, as 8 lanes share it. Slot -1 and
 // columns past the last one are zeros. WHOLE: a.whole.
 template <bool WHOLE = false>
 DEV void delta_get_state(const rocq_k_delta_net_args &a, uint32_t head, int slot, int column,
@@ -10608,9 +10663,8 @@ DEV float delta_square_of_8(const u32x4 loaded[4], float x[16]) {
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// All that a block reads is requested before it waits for any of it, but for the state, whose place
-// the slot says. WHOLE: see rocq_k_delta_net_args; there are no branches then at loads and stores,
-// which take longer than these.
+// A block requests all that it reads before it waits for any of it, except the state, whose place
+// depends on the slot. WHOLE: see rocq_k_delta_net_args; loads and stores then need no branches.
 template <bool WHOLE>
 DEV void delta_step_block(const rocq_k_delta_net_args &a, uint32_t head, int own,
                           const int32_t *slot, delta_rows rows) {
@@ -10738,7 +10792,7 @@ DEV void conv_floats(int32_t format, const conv_raw &r, float v[8]) {
         decode_vector<ROCQ_BF16>(r.lo, 1, v + 4);
     }
 }
-// The same one by one, at any alignment; the row has n elements, past which v is 0.
+// Both steps for elements one by one, at any alignment; v is 0 past the row's n elements.
 DEV void conv_gather(int32_t format, const char *row, int64_t k, int64_t n, float v[8]) {
 #pragma unroll
     for (int e = 0; e < 8; e++) v[e] = k + e < n ? get_float(format, row, k + e) : 0.0f;
@@ -10811,26 +10865,26 @@ enum {
 // A step of the sums: a tap and CONV_W_BK channels. k and tap are carried from step to step instead
 // of computed from the rest, since a block has only few waves to hide that latency.
 struct conv_step {
-    // patch = s slices + slice. s, j, i: frame, row and column of the tap. part: half of the slice
-    int32_t patch, s, slice, j, i, part;
+    // patch = s slices + slice. s, j, i: frame, row and column of the tap. half: of the slice
+    int32_t patch, s, slice, j, i, half;
     int32_t k;   // of the step's first channel in a row of w
     int32_t tap; // positions from the patch's first to the tap's
 };
 DEV int32_t conv_channel(const conv_step &at) {
-    return at.slice * CONV_BK + at.part * CONV_W_BK;
+    return at.slice * CONV_BK + at.half * CONV_W_BK;
 }
 DEV conv_step conv_step_of(const rocq_k_conv_args &a, int32_t patch) {
     const int32_t s = patch / a.slices, slice = patch - s * a.slices;
     return {patch, s, slice, 0, 0, 0, s * a.kh * a.kw * a.c + slice * CONV_BK, 0};
 }
 DEV conv_step conv_next(const rocq_k_conv_args &a, conv_step at) {
-    if (CONV_W_BK < CONV_BK && at.part == 0 && conv_channel(at) + CONV_W_BK < a.c) {
-        at.part = 1;
+    if (CONV_W_BK < CONV_BK && at.half == 0 && conv_channel(at) + CONV_W_BK < a.c) {
+        at.half = 1;
         at.k += CONV_W_BK;
         return at;
     }
-    at.k += a.c - at.part * CONV_W_BK;
-    at.part = 0;
+    at.k += a.c - at.half * CONV_W_BK;
+    at.half = 0;
     at.tap += a.halo;
     if (++at.i < a.kw) return at;
     at.i = 0;
@@ -10863,7 +10917,7 @@ DEV int32_t conv_column(const rocq_k_conv_args &a, const conv_place &p, int32_t 
 DEV int32_t conv_row(const rocq_k_conv_args &a, const conv_place &p, int32_t y) {
     return (y << a.folded) + p.phase_y;
 }
-// Of tile `block` of a frame, counted as the blocks of conv.
+// The place of tile `block` of a frame, counted as conv's blocks.
 DEV conv_place conv_place_at(const rocq_k_conv_args &a, int bm, uint32_t block, int32_t frame) {
     const uint32_t tiles_m = (uint32_t)a.tiles_m << 2 * a.folded;
     const uint32_t tile = block / tiles_m, row = tile / (uint32_t)a.tiles_x;
@@ -11036,7 +11090,7 @@ DEV void conv_stage(const rocq_k_conv_args &args, const conv_place &p, const con
         }
     }
 }
-// The same one element after the other: for any alignment, number of channels and activation.
+// conv_stage by single elements: for any alignment, number of channels and activation.
 DEV void conv_stage_any(const rocq_k_conv_args &args, const conv_place &p, const conv_step &at,
                         f16 *patch) {
     const rocq_k_conv_args &a = reread(args);
@@ -11101,7 +11155,7 @@ DEV void conv_put(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t fra
     conv_activate<8>(a.activation, v);
     conv_store(a.y.format, row_of(a.y, ox, oy, frame), m, v);
 }
-// The same for one channel, of any alignment and activation.
+// conv_put for one channel, at any alignment, any activation.
 DEV void conv_put_any(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t frame, int32_t m,
                       float v) {
     v *= a.y_scale;
@@ -11112,8 +11166,7 @@ DEV void conv_put_any(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t
     put_float(a.y.format, row_of(a.y, ox, oy, frame), m, activation(a.activation, v));
 }
 
-// Where work has the sums of a position's first split; those of the next one follow M floats
-// further on.
+// The address in work of a position's sums of the first split; the next are M floats further on.
 DEV float *conv_split_sums(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t frame) {
     const int64_t position = ((int64_t)frame * a.y.ne[2] + oy) * a.y.ne[1] + ox;
     return a.work + position * a.n_splits * a.m;
@@ -11133,17 +11186,7 @@ DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
 #pragma unroll 1
     for (int pass = 0; pass < TN; pass++) {
         block_sync_lds();
-#pragma unroll
-        for (int j = 0; j < TN; j++) {
-            if (j != pass) continue;
-#pragma unroll
-            for (int i = 0; i < TM; i++) {
-#pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    lput(work + frag_col(v) * STRIDE + 16 * i + frag_row(v), c[i][j].v[v]);
-                }
-            }
-        }
+        frags_put(c, pass, work, STRIDE);
         block_sync_lds();
         const int32_t oy = oy0 + 2 * pass; // columns 0-7 of the fragments; 8-15: the next row
         if (conv_row(a, p, oy) >= a.y.ne[2]) continue;
@@ -11229,8 +11272,8 @@ DEV void conv_multiply(frag_c (&c)[TM][TN], const f16 *w, int w_chunk, const f16
     }
 }
 
-// The same where the matrix unit reads both operands from LDS (Hopper), by all four waves together.
-// It only starts the products; conv_f16 waits for their end (wmma_lds_wait).
+// conv_multiply where the matrix unit reads both operands from LDS (Hopper), by four waves
+// together. It only starts the products; conv_f16 waits for their end (wmma_lds_wait).
 template <int TM, int N16>
 DEV void conv_multiply_lds(frag_c (&c)[TM][8], const f16 *w, int w_chunk, const f16 *z, int line) {
     wmma_lds_begin();
@@ -11243,6 +11286,23 @@ DEV void conv_multiply_lds(frag_c (&c)[TM][8], const f16 *w, int w_chunk, const 
         }
     }
     wmma_lds_end();
+}
+
+// Where a thread's vectors of w lie: in bytes, vector `chunk` of each of its rows.
+template <int N>
+DEV void conv_w_offsets(uint32_t (&own)[N], int row, uint32_t last, uint32_t k, int chunk) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const uint32_t r = (uint32_t)(row + i * CONV_LOAD_ROWS);
+        own[i] = ((r < last ? r : last) * k + 8 * (uint32_t)chunk) * 2;
+    }
+}
+// Eight halves of w one by one, at any alignment; those from number `left` on are 0.
+DEV u32x4 conv_gather_w(const uint16_t *from, int left) {
+    uint32_t h[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) h[j] = j < left ? gload(from + j) : 0;
+    return make4(h[0] | h[1] << 16, h[2] | h[3] << 16, h[4] | h[5] << 16, h[6] | h[7] << 16);
 }
 
 template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
@@ -11275,11 +11335,7 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         return (u32x4 *)(wt + buffer * W_TILE + chunk * W_CHUNK) + at;
     };
     uint32_t own[N_W]; // bytes
-#pragma unroll
-    for (int i = 0; i < N_W; i++) {
-        const uint32_t r = (uint32_t)(row + i * CONV_LOAD_ROWS);
-        own[i] = ((r < w_last ? r : w_last) * k + 8 * (uint32_t)chunk) * 2;
-    }
+    conv_w_offsets(own, row, w_last, k, chunk);
     const auto load_w = [&](const conv_step &at, int buffer) {
         if (!a.w_wide || row >= BM) return;
         const bool live = conv_channel(at) + 8 * chunk < a.c;
@@ -11308,12 +11364,7 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         if (left <= -8) return; // channels are multiplied 16 at a time: up to there w is 0
 #pragma unroll
         for (int i = 0; i < N_W; i++) {
-            const uint16_t *from = (const uint16_t *)(w + own[i]) + at.k;
-            uint32_t h[8];
-#pragma unroll
-            for (int j = 0; j < 8; j++) h[j] = j < left ? gload(from + j) : 0;
-            wr[i] =
-                make4(h[0] | h[1] << 16, h[2] | h[3] << 16, h[4] | h[5] << 16, h[6] | h[7] << 16);
+            wr[i] = conv_gather_w((const uint16_t *)(w + own[i]) + at.k, left);
         }
 #pragma unroll
         for (int i = 0; i < N_W; i++) lput(to_w(buffer, i), wr[i]);
@@ -11329,7 +11380,7 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
     matmul_clear(c);
     conv_step at = conv_step_of(a, first < missing ? missing : first);
     const auto is_fresh = [&](const conv_step &s) {
-        return s.part == 0 && (!a.halo || (s.i | s.j) == 0);
+        return s.half == 0 && (!a.halo || (s.i | s.j) == 0);
     };
     // LDS holds a ring of BUFFERS tiles of w. A tile overwrites that of BUFFERS steps before, after
     // a barrier that each wave passes only once it has multiplied that, and is read after the next.
@@ -11361,7 +11412,7 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         enum { N16 = CONV_W_BK / 16 };
         const int left = (a.c - conv_channel(at) + 15) / 16, n16 = left < N16 ? left : N16;
         const f16 *const own_w = wt + buffer * W_TILE;
-        const f16 *const own_z = patch + at.part * (CONV_W_CHUNKS * CONV_CHUNK) + at.tap * 8;
+        const f16 *const own_z = patch + at.half * (CONV_W_CHUNKS * CONV_CHUNK) + at.tap * 8;
         if constexpr (FROM_LDS) {
             static_assert(N16 == 2, "n16 is 1 or 2");
             if (n16 == 2) conv_multiply_lds<TM, 2>(c, own_w, W_CHUNK, own_z, a.patch_w);
@@ -11388,6 +11439,7 @@ ROCQ_K_CONV_TILES(ROCQ_X, )
 #undef ROCQ_X
 
 // -- conv_lds --
+// [large LDS] RDNA3: skip to conv_input. Only chips with over 64 KiB of LDS run this.
 // conv where the matrix unit reads both operands from LDS (WMMA_TILES): x is F16, of whole vectors
 // of 8 channels, without norm, activation and scale, and a patch has a halo. Elsewhere these
 // kernels are empty, and no launch has them. The order of the sums is that of conv. LDS, which a
@@ -11455,8 +11507,8 @@ DEV void conv_lds_store(const rocq_k_conv_args &a, const conv_place &p, int32_t 
                                       conv_row(a, p, oy0 + at / 8), p.frame), m, v);
     }
 }
-// The same for any alignment, number of channels and activation, and for the sums of a split. m0 is
-// the group's first channel.
+// conv_lds_store for any alignment, channels and activation, and for the sums of a split. m0 is the
+// group's first channel.
 DEV void conv_lds_store_any(const rocq_k_conv_args &a, const conv_place &p, int32_t m0, int32_t oy0,
                             int own, const float *work) {
     const int n = a.m - m0 < 64 ? a.m - m0 : 64; // channels
@@ -12341,7 +12393,7 @@ DEV backward_place backward_place_of(const rocq_k_backward_part &a, uint32_t blo
     return p;
 }
 
-// A launch has the blocks of dx, of dw, or both. Whether a block is of dw; block: its place there.
+// Whether the block is of dw: a launch has dx, dw or both. block: its number among dx's or dw's.
 DEV bool backward_is_dw(const rocq_k_matmul_backward_args &a, uint32_t &block) {
     const uint32_t own = a.common.block0 + block_index();
     const bool of_dw = own - a.dw.block0 < a.dw.n_blocks;
@@ -12354,7 +12406,7 @@ DEV const rocq_k_backward_part &backward_part(const rocq_k_matmul_backward_args 
     else return a.dx;
 }
 
-// Where work has the sums of a row's first split; those of the next split follow K floats further
+// The address in work of a row's sums of the first split; those of the next are K floats further
 // on. Behind all of them are the sums of db, [rows, n_splits].
 DEV float *backward_split_sums(const rocq_k_backward_part &a, int64_t row) {
     return a.work + row * a.n_splits * a.n_k;
@@ -12384,8 +12436,8 @@ DEV void backward_floats4(const rocq_k_tensor &t, const u32x4 &loaded, float v[4
     else decode_vector<ROCQ_F16>(loaded, 0, v);
 }
 
-// A wave finishes the 128 k of N rows, whose sums are in LDS, `stride` floats apart; row(i) is the
-// row of number i. What it reads of all of them is in flight together.
+// A wave finishes the 128 k of N rows, whose sums lie `stride` floats apart in LDS; row(i) is the
+// i-th row. Its loads for all of them are in flight together.
 template <int N, typename R>
 DEV void backward_put_rows(const rocq_k_backward_part &a, const backward_place &at,
                            const float *sums, int stride, R row) {
@@ -12447,8 +12499,8 @@ DEV void backward_end_db(const rocq_k_backward_part &a, const backward_place &at
     else gstore(backward_split_sums(a, a.n_rows) + (int64_t)at.split * a.n_rows + row, sum);
 }
 
-// Which k, or row of c, row p of LDS holds, both counted from the tile's first: within 64, p with
-// its two octal digits swapped. The function is its own inverse.
+// The k, or the row of c, that row p of LDS holds, both within the tile: p with its two octal
+// digits swapped within 64. The function is its own inverse.
 DEV int backward_permuted(int p) { return (p & 64) | (p & 7) << 3 | (p >> 3 & 7); }
 
 // Finishes a block's 128 k by 128 rows: as in matmul_finish the sums go through LDS, 16 rows of
@@ -12506,6 +12558,29 @@ template <int C = 0> DEV void backward_store_transposed(const u32x4 (&v)[8], f16
     if constexpr (C < 7) backward_store_transposed<C + 1>(v, to);
 }
 
+// A unit as pairs of halves, or zeros if it is not live.
+template <int F>
+DEV void backward_unit(const raw<F> &from, uint32_t unit, bool live, uint32_t (&w)[16]) {
+    u32x4 h[4];
+    matmul_unit_halves<F>(from, unit, h);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        w[4 * j] = live ? h[j].x : 0;
+        w[4 * j + 1] = live ? h[j].y : 0;
+        w[4 * j + 2] = live ? h[j].z : 0;
+        w[4 * j + 3] = live ? h[j].w : 0;
+    }
+}
+
+// Stores the units of rows r and r + 1, transposed: each element of one beside that of the other.
+DEV void backward_store_pairs(const uint32_t (&w)[2][16], f16 *to) {
+#pragma unroll
+    for (int e = 0; e < 32; e++) {
+        lput((uint32_t *)(to + (e % 8 * 8 + e / 8) * BACKWARD_ROW),
+             byte_perm(w[1][e / 2], w[0][e / 2], e % 2 ? 0x07060302 : 0x05040100));
+    }
+}
+
 // What a thread loads of an operand with r outermost: a chunk of 8 elements of each of 8
 // neighbouring r. Past the end of a row it loads the row's last chunk again, of which nothing is
 // stored in c. Past the last r it loads that again, and backward_clear_tail sets it to 0.
@@ -12536,6 +12611,24 @@ DEV void backward_clear_tail(uint32_t r, uint32_t group, uint32_t n_r, u32x4 (&v
     }
 }
 
+// sum plus the numbers of a row of a step, in LDS.
+DEV float backward_add_row(float sum, const u32x4 *row) {
+    const f16x2 ones = pair_floats(1.0f, 1.0f);
+#pragma unroll 1
+    for (int i = 0; i < MATMUL_F16_BK / 8; i++) {
+        const u32x4 v = lget(row + i);
+        sum = dot2(bits<f16x2>(v.x), ones, dot2(bits<f16x2>(v.y), ones, sum));
+        sum = dot2(bits<f16x2>(v.z), ones, dot2(bits<f16x2>(v.w), ones, sum));
+    }
+    return sum;
+}
+
+// The tile's unit of that number in a row, or the row's last one.
+DEV uint32_t backward_unit_of(const backward_place &at, uint32_t row_units, uint32_t number) {
+    const uint32_t unit = (uint32_t)at.k0 / 32 + number;
+    return unit < row_units ? unit : row_units - 1;
+}
+
 enum { BACKWARD_LDS = 2 * BACKWARD_TILE * BACKWARD_ROW / 8 }; // u32x4
 static_assert(4 * 32 * BACKWARD_STRIDE <= 16 * BACKWARD_LDS, "backward_finish's work");
 // F: the format of b. TURNED: dw, for which a is transposed, with rows innermost; else dx.
@@ -12564,8 +12657,7 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
     raw<F> br[2];
     planes<F> p;
     const uint32_t row_units = (uint32_t)a.n_k / 32, pair_r = (uint32_t)t / 4 * 2;
-    const uint32_t first_unit = (uint32_t)at.k0 / 32 + (uint32_t)t % 4;
-    const uint32_t unit = first_unit < row_units ? first_unit : row_units - 1;
+    const uint32_t unit = backward_unit_of(at, row_units, (uint32_t)t % 4);
     if constexpr (!PLAIN) p = planes_of<F>(a.b, a.b_units, a.format);
 
     // a with r innermost: 8 chunks of 8 r of every 16th row; past the last, that one
@@ -12608,23 +12700,10 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
             uint32_t w[2][16];
 #pragma unroll
             for (uint32_t i = 0; i < 2; i++) {
-                u32x4 h[4];
-                matmul_unit_halves<F>(br[i], unit, h);
-                const bool live = r + pair_r + i < n_r;
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    w[i][4 * j] = live ? h[j].x : 0;
-                    w[i][4 * j + 1] = live ? h[j].y : 0;
-                    w[i][4 * j + 2] = live ? h[j].z : 0;
-                    w[i][4 * j + 3] = live ? h[j].w : 0;
-                }
+                backward_unit<F>(br[i], unit, r + pair_r + i < n_r, w[i]);
             }
             f16 *const to = bt + ((t % 4 & 2) * 32 + (t & 1) * 4) * ROW + pair_r;
-#pragma unroll
-            for (int e = 0; e < 32; e++) {
-                lput((uint32_t *)(to + (e % 8 * 8 + e / 8) * ROW),
-                     byte_perm(w[1][e / 2], w[0][e / 2], e % 2 ? 0x07060302 : 0x05040100));
-            }
+            backward_store_pairs(w, to);
         }
         keep_order(); // one operand is transposed at a time
         if constexpr (TURNED) {
@@ -12650,16 +12729,9 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
         block_sync_lds();
         if (step + 1 < at.end) load(step + 1);
         if (sums_db) {
-            const f16x2 ones = pair_floats(1.0f, 1.0f);
-#pragma unroll 1
-            for (int i = 0; i < BK / 8; i++) {
-                const u32x4 v = lget((const u32x4 *)(at_a + t * ROW) + i);
-                db = dot2(bits<f16x2>(v.x), ones, dot2(bits<f16x2>(v.y), ones, db));
-                db = dot2(bits<f16x2>(v.z), ones, dot2(bits<f16x2>(v.w), ones, db));
-            }
+            db = backward_add_row(db, (const u32x4 *)(at_a + t * ROW));
         }
-        const uint32_t left = (n_r - step * BK + 15) / 16;
-        const int n16 = left < BK / 16 ? (int)left : BK / 16;
+        const int n16 = matmul_n16(n_r, step);
         if (has_work) matmul_multiply<4, 4, 4>(c, bt + wk * ROW, at_a + wrow * ROW, n16);
         block_sync_lds();
     }
@@ -12667,6 +12739,7 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
     backward_finish<TURNED>(args, at, c, (float *)tile);
 }
 
+// [large LDS] RDNA3: skip to matmul_backward_dx_. Only chips with over 64 KiB of LDS run this.
 // The epilogue of matmul_backward, or the sums of a split of r. OF_DW tells the compiler that dw is
 // always F32 and has no z: each of a lane's quads has a copy of this code.
 template <bool OF_DW, int BN>
@@ -12809,6 +12882,26 @@ KERNEL_WAVES(matmul_backward_f16, rocq_k_matmul_backward_args, 128, 3) {
 // only copied. A step is 32 of r.
 enum { BACKWARD_F32_BK = 32, BACKWARD_F32_STRIDE = BACKWARD_TILE + 4,
        BACKWARD_F32_LDS = BACKWARD_F32_BK * BACKWARD_F32_STRIDE }; // floats, of each operand
+// Copies every eighth vector of a row to LDS, vectors past the last one as that; or zeros.
+DEV void backward_f32_copy(u32x4 *to, const u32x4 *row, int first, int32_t last, bool live) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int32_t vector = first + 8 * i;
+        u32x4 v = make4(0, 0, 0, 0);
+        if (live) v = gload(row + (vector < last ? vector : last));
+        lput(to + vector, v);
+    }
+}
+
+// b as the weights of a product, as far as they are loaded.
+DEV rocq_k_matmul_product backward_product(const rocq_k_backward_part &a) {
+    rocq_k_matmul_product w = {};
+    w.w = a.b;
+    w.w_units = a.b_units;
+    w.format = a.format;
+    return w;
+}
+
 template <bool TURNED>
 DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, float *bt,
                              float *at_a) {
@@ -12823,23 +12916,15 @@ DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, floa
                           uint32_t step) {
         const int32_t r = (int32_t)step * BK + t / 8, last = (n - 1 - first) / 4;
         const float *const row = (const float *)from + first + (r < a.n_r ? r : 0) * stride;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int32_t vector = t % 8 + 8 * i;
-            u32x4 v = make4(0, 0, 0, 0);
-            if (r < a.n_r) v = gload((const u32x4 *)row + (vector < last ? vector : last));
-            lput((u32x4 *)(to + t / 8 * STRIDE) + vector, v);
-        }
+        backward_f32_copy((u32x4 *)(to + t / 8 * STRIDE), (const u32x4 *)row, t % 8, last,
+                          r < a.n_r);
     };
     const auto decode = [&](uint32_t step) {
         const uint32_t own = step * BK + (uint32_t)t / 8, row_units = (uint32_t)a.n_k / 32;
         const uint32_t r = own < (uint32_t)a.n_r ? own : (uint32_t)a.n_r - 1;
         const uint32_t first = (uint32_t)at.k0 / 32 + (uint32_t)t / 2 % 4;
         const uint32_t unit = first < row_units ? first : row_units - 1;
-        rocq_k_matmul_product w = {};
-        w.w = a.b;
-        w.w_units = a.b_units;
-        w.format = a.format;
+        const rocq_k_matmul_product w = backward_product(a);
         float *const to = bt + t / 8 * STRIDE + t / 2 % 4 * 32;
         u32x4 half[4];
         switch (shared_format(a.format)) {
@@ -12873,11 +12958,7 @@ DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, floa
 
     const bool sums_db = TURNED && a.db && at.k0 == 0 && t < TILE;
     float c[8][8], db = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) c[i][j] = 0.0f;
-    }
+    matmul_f32_clear(c);
     for (uint32_t step = at.begin; step < at.end; step++) {
         if (a.format == ROCQ_F32) copy(bt, a.b, a.b_stride, at.k0, a.n_k, step);
         else decode(step);
@@ -13034,7 +13115,7 @@ DEV void back_transpose(u32x4 *to, const f16 *rows, int d) {
     }
 }
 
-// A block makes the images of one tile, of columns or of positions, thread by chunk of 8 elements.
+// A block makes the images of one tile of columns or positions, a thread a chunk of 8 elements.
 KERNEL(attention_backward_tiles, rocq_k_attention_backward_args, 128) {
     LDS(u32x4, first, 16 * 128 / 8);
     LDS(u32x4, second, 16 * 128 / 8);
@@ -13094,8 +13175,8 @@ KERNEL(attention_backward_tiles, rocq_k_attention_backward_args, 128) {
                  (uint32_t)(a.n_kv - a.n_q + column / a.group), 0));
 }
 
-// P = 2^(x factor - lse), where x is a product of Q and K; or, with a softcap, after back_cap, the
-// tanh of it, and then dS has the factor 1 - x^2. One branch for all elements of a fragment.
+// P = 2^(x factor - lse), where x is a product of Q and K; or, with a softcap, its tanh (back_cap);
+// then dS has the factor 1 - x^2. One branch for all elements of a fragment.
 struct back_score {
     bool capped;
     float factor, to_tanh;
@@ -13152,6 +13233,102 @@ template <typename F> DEV void back_clear(F &c) {
     for (int v = 0; v < 8; v++) c.v[v] = 0.0f;
 }
 
+// Stores the lane's elements of a row of a result: element v of each of its fragments.
+template <int N>
+DEV void back_put_row(const rocq_k_tensor &t, char *row, const frag_c (&sum)[N], int v,
+                      const int32_t &head_dim, const float &scale) {
+#pragma unroll
+    for (int f = 0; f < N; f++) {
+        const int e = 16 * f + frag_col(v);
+        if (e < head_dim) put_float(t.format, row, e, sum[f].v[v] * scale);
+    }
+}
+
+// dS of dP in s, from P cap' that the other wave has left in LDS.
+DEV void back_turn(frag_c &s, const u32x2 *weights, const float *delta) {
+    const u32x2 lo = lget(weights), hi = lget(weights + 32);
+    const uint32_t w[4] = {lo.x, lo.y, hi.x, hi.y};
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        const float p = f16_f32((uint16_t)(w[v / 2] >> 16 * (v % 2)));
+        s.v[v] = p * (s.v[v] - lget(delta + frag_row(v)));
+    }
+}
+
+// P is 0 where a query, whose position is in LDS, does not see the position: first and up.
+DEV void back_hide(float (&p)[8], const int *queries, int first, int window) {
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        const int back = lget(queries + frag_row(v)) - first - frag_col(v);
+        if (back < 0 || back >= window) p[v] = 0.0f;
+    }
+}
+// P cap' of a fragment, into LDS, for the other wave of a pair.
+DEV void back_give(u32x2 *weights, const float (&p)[8]) {
+    lput(weights, make2(attend_pair(p[0], p[1]), attend_pair(p[2], p[3])));
+    lput(weights + 32, make2(attend_pair(p[4], p[5]), attend_pair(p[6], p[7])));
+}
+
+// s = Q K^T or dO V^T: the image of a tile of columns times fragments of KEYS times 16 positions.
+template <int KEYS, int FRAGS>
+DEV void back_multiply(frag_c (&s)[KEYS], const f16 *image, const frag (&own)[KEYS][FRAGS]) {
+#pragma unroll
+    for (int key = 0; key < KEYS; key++) back_clear(s[key]);
+#pragma unroll
+    for (int f = 0; f < FRAGS; f++) {
+        if (f % 2 == 0) keep_order();
+        const frag x = frag_load_lane(image + 256 * f, 128);
+#pragma unroll
+        for (int key = 0; key < KEYS; key++) wmma(s[key], x, own[key][f]);
+    }
+}
+
+DEV void back_put_side(const u32x4 &side, float *lse, float *delta, int *position) { // into LDS
+    lput(lse, bits<float>(side.x));
+    lput(delta, bits<float>(side.y));
+    lput(position, (int)side.z);
+}
+
+// P, in place of the scores x that it was made of; and P cap' for the other wave.
+DEV void back_share_weights(frag_c &x, const back_score &score, float (&p)[8], u32x2 *to) {
+    const frag_c bare = {{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}};
+    back_bend(score, p, x);
+    x = bare;
+    back_give(to, p);
+}
+
+// dV += P^T dO, or dK += dS^T Q: own is P or dS of the wave's positions.
+template <int KEYS, int FRAGS>
+DEV void back_add(frag_c (&sum)[KEYS][FRAGS], const frag (&own)[KEYS], const f16 *image) {
+#pragma unroll
+    for (int f = 0; f < FRAGS; f++) {
+        if (f % 2 == 0) keep_order();
+        const frag x = frag_load_lane(image + 256 * f, 128);
+#pragma unroll
+        for (int key = 0; key < KEYS; key++) wmma(sum[key][f], own[key], x);
+    }
+}
+
+// The columns whose queries see any of a block's positions, from n0 on; begin is a whole tile's.
+struct back_range {
+    int begin, end;
+};
+DEV back_range back_columns_of(const rocq_k_attention_backward_args &a, int n0) {
+    const int64_t shift = a.n_kv - a.n_q, n_q = a.n_q;
+    const int64_t low = a.causal ? min(max(n0 - shift, (int64_t)0), n_q) : 0;
+    const int64_t past = (int64_t)n0 + ROCQ_K_BACK_BLOCK - 1 + a.window - shift;
+    const int64_t high = a.window > 0 ? max(min(past, n_q), (int64_t)0) : n_q;
+    return {(int)low * a.group / 16 * 16, (int)high * a.group};
+}
+
+// P of scores, with the columns' lse in LDS.
+DEV void back_weigh(float (&p)[8], const frag_c &x, const back_score &score, const float *lse) {
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        p[v] = exp2_fast(fmaf(x.v[v], score.factor, -lget(lse + frag_row(v))));
+    }
+}
+
 template <int D>
 DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block, u32x4 *tile) {
     typedef back_shape<D> S;
@@ -13171,12 +13348,8 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
     const back_score score = back_score_of(a);
     const int window = a.window > 0 ? a.window : INT32_MAX;
 
-    // The columns whose queries see any of the block's positions, from whole tiles on.
-    const int64_t shift = a.n_kv - a.n_q, n_q = a.n_q;
-    const int64_t low = a.causal ? min(max(n0 - shift, (int64_t)0), n_q) : 0;
-    const int64_t past = (int64_t)n0 + ROCQ_K_BACK_BLOCK - 1 + a.window - shift;
-    const int64_t high = a.window > 0 ? max(min(past, n_q), (int64_t)0) : n_q;
-    const int begin = (int)low * a.group / 16 * 16, end = (int)high * a.group;
+    const back_range range = back_columns_of(a, n0);
+    const int begin = range.begin, end = range.end;
 
     frag mine[S::KEY_FRAGS][S::FRAGS]; // K or V
     frag_c sum[S::KEY_FRAGS][S::FRAGS]; // dV or dK
@@ -13198,9 +13371,7 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         block_sync_lds();
         back_put(tile, share);
         if (thread < 16) {
-            lput(lse + thread, bits<float>(side.x));
-            lput(delta + thread, bits<float>(side.y));
-            lput(at + thread, (int)side.z);
+            back_put_side(side, lse + thread, delta + thread, at + thread);
         }
         block_sync_lds();
         const int next = c + 16;
@@ -13213,41 +13384,16 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         const bool hides = a.causal && (last > p_first || p_last - first >= window);
         frag_c s[S::KEY_FRAGS]; // S or dP, then P or dS
         if (live) {
-#pragma unroll
-            for (int key = 0; key < S::KEY_FRAGS; key++) back_clear(s[key]);
-#pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                if (f % 2 == 0) keep_order();
-                const frag x = frag_load_lane(images + 256 * f, 128);
-#pragma unroll
-                for (int key = 0; key < S::KEY_FRAGS; key++) wmma(s[key], x, mine[key][f]);
-            }
+            back_multiply(s, images, mine);
         }
         if (live && role == 0) {
 #pragma unroll
             for (int key = 0; key < S::KEY_FRAGS; key++) {
-                frag_c &x = s[key];
                 float p[8];
-                back_cap(score, x);
-#pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    p[v] = exp2_fast(fmaf(x.v[v], score.factor, -lget(lse + frag_row(v))));
-                }
-                if (hides) {
-                    const int j = first + 16 * key;
-#pragma unroll
-                    for (int v = 0; v < 8; v++) {
-                        const int back = lget(at + frag_row(v)) - j - frag_col(v);
-                        if (back < 0 || back >= window) p[v] = 0.0f;
-                    }
-                }
-                const frag_c bare = {{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}};
-                back_bend(score, p, x);
-                x = bare;
-                lput(weights + 64 * key,
-                     make2(attend_pair(p[0], p[1]), attend_pair(p[2], p[3])));
-                lput(weights + 64 * key + 32,
-                     make2(attend_pair(p[4], p[5]), attend_pair(p[6], p[7])));
+                back_cap(score, s[key]);
+                back_weigh(p, s[key], score, lse);
+                if (hides) back_hide(p, at, first + 16 * key, window);
+                back_share_weights(s[key], score, p, weights + 64 * key);
             }
         }
         block_sync_lds();
@@ -13255,24 +13401,10 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         frag operand[S::KEY_FRAGS];
 #pragma unroll
         for (int key = 0; key < S::KEY_FRAGS; key++) {
-            if (role == 1) {
-                const u32x2 lo = lget(weights + 64 * key), hi = lget(weights + 64 * key + 32);
-                const uint32_t w[4] = {lo.x, lo.y, hi.x, hi.y};
-#pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    const float p = f16_f32((uint16_t)(w[v / 2] >> 16 * (v % 2)));
-                    s[key].v[v] = p * (s[key].v[v] - lget(delta + frag_row(v)));
-                }
-            }
+            if (role == 1) back_turn(s[key], weights + 64 * key, delta);
             operand[key] = frag_from_c(s[key]);
         }
-#pragma unroll
-        for (int f = 0; f < S::FRAGS; f++) {
-            if (f % 2 == 0) keep_order();
-            const frag x = frag_load_lane(images + 2 * S::IMAGE + 256 * f, 128);
-#pragma unroll
-            for (int key = 0; key < S::KEY_FRAGS; key++) wmma(sum[key][f], operand[key], x);
-        }
+        back_add(sum, operand, images + 2 * S::IMAGE);
     }
 
     const rocq_k_attention_backward_args &b = reread(a);
@@ -13285,14 +13417,66 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         for (int v = 0; v < 8; v++) {
             const int j = first + 16 * key + frag_row(v);
             if (j >= b.n_kv) continue;
-            char *const row = row_of(to, kv_head, j, seq);
-#pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                const int e = 16 * f + frag_col(v);
-                if (e < b.head_dim) put_float(to.format, row, e, sum[key][f].v[v] * scale);
-            }
+            back_put_row(to, row_of(to, kv_head, j, seq), sum[key], v, b.head_dim, scale);
         }
     }
+}
+
+// Of each column of the lane: lse and delta, and the positions from low to high - 1, which it sees.
+struct back_sides {
+    float lse[FRAG_SLOTS], delta[FRAG_SLOTS];
+    int low[FRAG_SLOTS], high[FRAG_SLOTS];
+};
+DEV back_sides back_sides_of(const rocq_k_attention_backward_args &a, const u32x4 *from) {
+    back_sides s;
+#pragma unroll
+    for (int i = 0; i < FRAG_SLOTS; i++) {
+        const u32x4 side = gload(from + frag_slot_col(i));
+        s.lse[i] = bits<float>(side.x);
+        s.delta[i] = bits<float>(side.y);
+        s.low[i] = a.window > 0 ? (int)side.z - a.window + 1 : 0;
+        s.high[i] = a.causal ? min((int)side.z + 1, a.n_kv) : a.n_kv;
+    }
+    return s;
+}
+
+// s += an image of 16 positions times the fragments of 16 columns.
+template <bool ORDERED, int N>
+DEV void back_products(frag_c &s, const f16 *image, const frag (&own)[N]) {
+#pragma unroll
+    for (int f = 0; f < N; f++) {
+        if (ORDERED || f % 2 == 0) keep_order();
+        wmma(s, frag_load_lane(image + 256 * f, 128), own[f]);
+    }
+}
+template <int N> DEV void back_products(frag_c &s, const f16 *image, const f16 *own) {
+#pragma unroll
+    for (int f = 0; f < N; f++) {
+        keep_order();
+        const frag x = frag_load_lane(image + 256 * f, 128);
+        wmma(s, x, frag_load_lane(own + 256 * f, 128));
+    }
+}
+// dQ += dS K, from the image of 16 positions of K transposed.
+template <bool ORDERED, int N>
+DEV void back_add_dq(frag_c (&sum)[N], const frag &ds, const f16 *image) {
+#pragma unroll
+    for (int f = 0; f < N; f++) {
+        if (ORDERED || f % 2 == 0) keep_order();
+        wmma(sum[f], ds, frag_load_lane(image + 256 * f, 128));
+    }
+}
+// P cap' of S, for the positions from first on. hides: some are hidden from some of the columns.
+DEV void back_weigh(float (&p)[8], frag_c &s, const back_score &score, const back_sides &side,
+                    bool hides, int first) {
+    back_cap(score, s);
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        const int slot = frag_slot(v), j = first + frag_row(v);
+        p[v] = exp2_fast(fmaf(s.v[v], score.factor, -side.lse[slot]));
+        if (hides && (j < side.low[slot] || j >= side.high[slot])) p[v] = 0.0f;
+    }
+    back_bend(score, p, s);
 }
 
 template <int D>
@@ -13334,16 +13518,7 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
         }
         wave_sync();
     }
-    float lse[FRAG_SLOTS], delta[FRAG_SLOTS];
-    int low[FRAG_SLOTS], high[FRAG_SLOTS];
-#pragma unroll
-    for (int i = 0; i < FRAG_SLOTS; i++) {
-        const u32x4 side = gload(sides + column + frag_slot_col(i));
-        lse[i] = bits<float>(side.x);
-        delta[i] = bits<float>(side.y);
-        low[i] = a.window > 0 ? (int)side.z - a.window + 1 : 0;
-        high[i] = a.causal ? min((int)side.z + 1, a.n_kv) : a.n_kv;
-    }
+    const back_sides side = back_sides_of(a, sides + column);
     const int wave_low = shift + column / a.group, wave_high = shift + (column + 15) / a.group;
     back_share<S::Q_CHUNKS, S::THREADS> share;
     const f16 *const images = (const f16 *)tile + frag_lane(128, 64);
@@ -13367,35 +13542,15 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
             frag_c s, ds;
             back_clear(s);
             back_clear(ds);
-#pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
-                wmma(s, frag_load_lane(k + 256 * f, 128), q[f]);
-            }
+            back_products<DOUT_IN_LDS != 0>(s, k, q);
             float weight[8];
-            back_cap(score, s);
+            back_weigh(weight, s, score, side, hides, first);
+            if constexpr (DOUT_IN_LDS) back_products<S::FRAGS>(ds, k + S::IMAGE, dout_lane);
+            else back_products<DOUT_IN_LDS != 0>(ds, k + S::IMAGE, dout);
 #pragma unroll
-            for (int v = 0; v < 8; v++) {
-                const int slot = frag_slot(v), p = first + frag_row(v);
-                weight[v] = exp2_fast(fmaf(s.v[v], score.factor, -lse[slot]));
-                if (hides && (p < low[slot] || p >= high[slot])) weight[v] = 0.0f;
-            }
-            back_bend(score, weight, s);
-#pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
-                const frag x = frag_load_lane(k + S::IMAGE + 256 * f, 128);
-                if (DOUT_IN_LDS) wmma(ds, x, frag_load_lane(dout_lane + 256 * f, 128));
-                else wmma(ds, x, dout[DOUT_IN_LDS ? 0 : f]);
-            }
-#pragma unroll
-            for (int v = 0; v < 8; v++) ds.v[v] = weight[v] * (ds.v[v] - delta[frag_slot(v)]);
+            for (int v = 0; v < 8; v++) ds.v[v] = weight[v] * (ds.v[v] - side.delta[frag_slot(v)]);
             const frag operand = frag_from_c(ds);
-#pragma unroll
-            for (int f = 0; f < S::FRAGS; f++) {
-                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
-                wmma(sum[f], operand, frag_load_lane(k + 2 * S::IMAGE + 256 * f, 128));
-            }
+            back_add_dq<DOUT_IN_LDS != 0>(sum, operand, k + 2 * S::IMAGE);
         }
     }
 
@@ -13406,11 +13561,7 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
         const int c = column + frag_row(v);
         if (c >= b.n_columns) continue;
         char *const row = row_of(b.dq, kv_head * b.group + c % b.group, c / b.group, seq);
-#pragma unroll
-        for (int f = 0; f < S::FRAGS; f++) {
-            const int e = 16 * f + frag_col(v);
-            if (e < b.head_dim) put_float(b.dq.format, row, e, sum[f].v[v] * b.scale);
-        }
+        back_put_row(b.dq, row, sum, v, b.head_dim, b.scale);
     }
 }
 
@@ -13905,10 +14056,10 @@ DEV float one_less_power(float log_beta, float t) {
     return -x * y;
 }
 
-// The codes of m or v as numbers, and back. Before a number is rounded, an offset from -1/2 to 1/2
-// is added that depends on the element and the step: see rocq__moment_encode_scalar.
-DEV void moment_load(const void *codes, int64_t k, int count, bool wide, float scale, bool second,
-                     float v[4]) {
+// The codes of m, or of v (SECOND), as numbers, and back. Before rounding, an offset from
+// -1/2 to 1/2 is added that depends on the element and the step: see rocq__moment_encode_scalar.
+template <bool SECOND>
+DEV void moment_load(const void *codes, int64_t k, int count, bool wide, float scale, float v[4]) {
     uint32_t word = 0;
     if (wide && count == 4) {
         word = gload((const uint32_t *)((const char *)codes + k));
@@ -13919,19 +14070,20 @@ DEV void moment_load(const void *codes, int64_t k, int count, bool wide, float s
     }
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-        const float root = (float)((int8_t)(word >> 8 * e) + (second ? 128 : 0)) * scale;
-        v[e] = second ? root * root : root;
+        const float root = (float)((int8_t)(word >> 8 * e) + (SECOND ? 128 : 0)) * scale;
+        v[e] = SECOND ? root * root : root;
     }
 }
-DEV void moment_store(void *codes, int64_t k, int count, bool wide, float inverse, bool second,
-                      float dither, const float v[4]) {
+template <bool SECOND>
+DEV void moment_store(void *codes, int64_t k, int count, bool wide, float inverse, float dither,
+                      const float v[4]) {
     uint32_t word = 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
         const float u = fmaf((float)((int)(k & 255) + e), 0.618033989f, dither);
-        float q = rintf(fmaf(second ? sqrtf(v[e]) : v[e], inverse, u - rintf(u)));
-        if (second) q = fmaxf(q, v[e] > 0.0f ? 1.0f : 0.0f) - 128.0f;
-        q = fminf(fmaxf(q, second ? -128.0f : -127.0f), 127.0f);
+        float q = rintf(fmaf(SECOND ? sqrtf(v[e]) : v[e], inverse, u - rintf(u)));
+        if (SECOND) q = fmaxf(q, v[e] > 0.0f ? 1.0f : 0.0f) - 128.0f;
+        q = fminf(fmaxf(q, SECOND ? -128.0f : -127.0f), 127.0f);
         word |= ((uint32_t)(int)q & 255u) << 8 * e;
     }
     if (wide && count == 4) {
@@ -13968,8 +14120,8 @@ KERNEL(adamw, rocq_k_adamw_args, 256) {
         get4(ROCQ_F32, (const char *)a.w, whole[j], k[j], count[j], w[j]);
         get4(ROCQ_F32, (const char *)a.g, whole[j], k[j], count[j], g[j]);
         if (a.coded) {
-            moment_load(a.m, k[j], count[j], wide, m_scale, false, m[j]);
-            moment_load(a.v, k[j], count[j], wide, v_scale, true, v[j]);
+            moment_load<false>(a.m, k[j], count[j], wide, m_scale, m[j]);
+            moment_load<true>(a.v, k[j], count[j], wide, v_scale, v[j]);
         } else {
             get4(ROCQ_F32, (const char *)a.m, whole[j], k[j], count[j], m[j]);
             get4(ROCQ_F32, (const char *)a.v, whole[j], k[j], count[j], v[j]);
@@ -14004,8 +14156,8 @@ KERNEL(adamw, rocq_k_adamw_args, 256) {
             const float dither = (float)((uint32_t)t * 0x9e3779b9u >> 8) * 0x1p-24f;
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                moment_store(a.m, k[j], count[j], wide, m_inverse, false, dither, m[j]);
-                moment_store(a.v, k[j], count[j], wide, v_inverse, true, dither + 0.5f, v[j]);
+                moment_store<false>(a.m, k[j], count[j], wide, m_inverse, dither, m[j]);
+                moment_store<true>(a.v, k[j], count[j], wide, v_inverse, dither + 0.5f, v[j]);
             }
             if (lane_index() == 0) {
                 gstore(a.m_scale + strip, m_most / 127.0f);
@@ -14032,7 +14184,7 @@ KERNEL(adamw, rocq_k_adamw_args, 256) {
 //   out[5] sum over lanes of dot4((1, -1, -128, 127), (3, -5, 7, -9), lane)
 //   out[6] sum over m, n of (16 m + n + 1) C[m][n] for C = A B on the matrix unit in F16, with
 //          A[m][k] = (3 m + 5 k) % 7 - 3 and B[n][k] = (2 n + 3 k) % 5 - 2: every number is exact
-//   out[7] the same in int8       out[8] whether the kernels named _lds are to be launched
+//   out[7] as out[6], in int8     out[8] whether the kernels named _lds are to be launched
 // One wave; 2 KiB of LDS, tiles of 16 rows (24 halves or 16 bytes from row to row).
 DEV int selftest_a(int m, int k) { return (3 * m + 5 * k) % 7 - 3; }
 DEV int selftest_b(int n, int k) { return (2 * n + 3 * k) % 5 - 2; }
