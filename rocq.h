@@ -3968,7 +3968,8 @@ static bool rocq__add(int64_t a, int64_t b, int64_t *out) {
 }
 
 static bool rocq__mul(int64_t a, int64_t b, int64_t *out) {
-    if (a < 0 || b < 0 || (b != 0 && a > INT64_MAX / b)) return false;
+    const bool small = (uint64_t)(a | b) >> 31 == 0; // no division then, which takes time
+    if (!small && (a < 0 || b < 0 || (b != 0 && a > INT64_MAX / b))) return false;
     *out = a * b;
     return true;
 }
