@@ -7157,8 +7157,8 @@ static const char *rocq__gguf_type_name(uint32_t type_id) {
 }
 
 // Bytes of the UTF-8 character that text, of n bytes, begins with; 0 where it begins with none, or
-// with one that would not stay in its place of a line: a control character, a line separator or a
-// mark that turns the direction of writing.
+// with one that would not stay in its place of a line: a control character, a line separator or one
+// that embeds, overrides or isolates a direction of writing.
 static int64_t rocq__utf8_length(const char *text, int64_t n) {
     const unsigned char *s = (const unsigned char *)text, c = s[0];
     const int64_t length = c < 0x80 ? 1 : c < 0xc2 ? 0 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : 4;
@@ -10879,7 +10879,8 @@ ROCQ__SIMD static void rocq__decode_eights(float *dst, rocq_format format,
 // The int8 formats without a codebook, and their kernels for x86. All have a pack and a pass for
 // AVX2. X(NAME, name, raise, depth, vnni, vnni_512, at_once, last, interleaved, its_vnni):
 //
-//   raise        what AVX2's decoders add to the codes, so that they are unsigned
+//   raise        by how much decoded codes are too large, so that they are unsigned. Every pass
+//                subtracts it again, times the sum of the column's codes (rocq__mm.offset)
 //   depth        how many sums of two products may be added up in an int16 (rocq__dot_4_avx2): 2
 //                for codes up to 63, 4 up to 31, 8 up to 15, but no more than a group has fours of
 //                codes; 0 for codes that stay signed
@@ -12134,7 +12135,7 @@ ROCQ__BLOCK_AVX512(q5_0) {
     ROCQ__UNROLL
     for (int i = 0; i < 2; i++) { // the low, then the high halves of the bytes
         const int8_t *x = to->x + 16 * i;
-        const __m512i bits = _mm512_srli_epi32(high, 16 * (unsigned)i); // bit 0 is code 0's
+        const __m512i bits = _mm512_srli_epi32(high, 16 * (unsigned)i); // bit k: code 16 i + k's
         ROCQ__UNROLL
         for (int j = 0; j < 5; j++) { // codes 0 and 1, 2 to 5, ... 14 and 15
             __m512i w = j > 0 ? v[1 + j] : _mm512_srli_epi32(v[1], 16);
@@ -12380,6 +12381,7 @@ ROCQ__WIDE void rocq__end_shifted_avx512(rocq__wide_sink *to, __m512i dot, const
 // from v[at] on and `step` apart; with step 0 they are four digits of one lane. The digit t of a
 // byte b is 3 b / 256, and the digit behind it that of c = 3 b mod 256. So 256 t = 3 b - c, and the
 // products x t add up to three times those of x b, less those of x c, over 256: t is never formed.
+// Each b is left as its c, from which the next group takes its digit.
 ROCQ__WIDE void rocq__digits_avx512(rocq__wide_sink *to, __m512i v[8], const int at,
                                     const int step, __m512 d, int64_t g) {
     __m512i b = _mm512_setzero_si512(), c = b;
@@ -12481,7 +12483,8 @@ ROCQ__BLOCK_AVX512(mxfp4) {
         rocq__end_group_avx512(to, dot, scale, b);
     }
 }
-// A block is nine lanes, the first of them scales, as in rocq__block_nvfp4_avx2.
+
+// A block is nine lanes. The first holds the scales: see AVX2's block of nvfp4.
 ROCQ__BLOCK_AVX512(nvfp4) {
     const __m512i levels = rocq__levels_avx512(rocq__mxfp4_levels, 12);
     __m512i lanes[36];
@@ -28005,7 +28008,8 @@ static void rocq__context_init(rocq_ctx *ctx, const rocq_desc *resolved) {
     ctx->stats.n_allocs = 1;
     ctx->stats.live_bytes = ctx->stats.peak_bytes = (int64_t)sizeof *ctx;
     ctx->has_simd = tier >= ROCQ_CPU_SIMD;
-    ctx->has_avx_vnni = tier >= ROCQ_CPU_AVX_VNNI && rocq__cpu_has(ROCQ_CPU_AVX_VNNI);
+    ctx->has_avx_vnni =
+        ROCQ__HAS_AVX2 && tier >= ROCQ_CPU_AVX_VNNI && rocq__cpu_has(ROCQ_CPU_AVX_VNNI);
     ctx->has_sdot = ROCQ__HAS_NEON && tier == ROCQ_CPU_SDOT;
     ctx->has_avx512 = tier == ROCQ_CPU_AVX512;
 #if ROCQ__HAS_AVX2

@@ -7869,7 +7869,8 @@ DEV void attend_step_add_runs(const float *results, int n_runs, const attend_ste
 
 template <int D> DEV void attend_step(const rocq_k_attention_args &a) {
     typedef attend_step_shape<D> S;
-    static_assert(S::BYTES <= ROCQ_K_ATTEND_STEP_LDS, "what the host counts with");
+    static_assert(S::BYTES <= ROCQ_K_ATTEND_STEP_LDS && S::BYTES + 1024 > ROCQ_K_ATTEND_STEP_LDS,
+                  "what the host counts with, less than a granule of LDS apart");
     LDS(u32x4, lds, S::BYTES / 16);
     if (a.n_splits == 0) return;
     const attend_step_place<D> at = attend_step_place_of<D>(lds);

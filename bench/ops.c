@@ -11,8 +11,8 @@ typedef struct op {
     bench *b;
     rocq_op id;
     rocq_buffer memory;
-    rocq_tensor y, x, other; // other: a norm's weight, positions, what a gate is multiplied by; of a
-                             // draw, whose y is a token: its probability
+    rocq_tensor y, x, other; // other: a norm's weight, positions, what a gate is multiplied by; of
+                             // a draw, whose y is a token, its probability
     float *in, *out;         // x and y
     rocq_sample_params draw;
 } op;
@@ -35,7 +35,8 @@ static rocq_result run(void *user) {
 static double wanted(const op *o, const float *x, int64_t row, int64_t n, int64_t i) {
     if (o->id == ROCQ_OP_GLU) return 1.5 * x[i] / (1 + exp(-(double)x[i]));
     if (o->id == ROCQ_OP_ROPE) {
-        const double angle = (double)(7 + row / HEADS) * pow(10000, -(double)(i / 2 * 2) / HEAD_DIM);
+        const double turn = pow(10000, -(double)(i / 2 * 2) / HEAD_DIM);
+        const double angle = (double)(7 + row / HEADS) * turn;
         return i % 2 ? x[i - 1] * sin(angle) + x[i] * cos(angle)
                      : x[i] * cos(angle) - x[i + 1] * sin(angle);
     }
@@ -127,7 +128,8 @@ static void measure(bench *b, const char *name, rocq_op id, const int64_t ne[3],
     o.draw.token = &o.y;
     o.draw.prob = &o.other;
     o.draw.logits = &o.x;
-    const double bytes = (how ? 4.0 : 8.0) * (double)(ne[0] * ne[1] * ne[2]) + 4.0 * (double)n_other;
+    const double n = (double)(ne[0] * ne[1] * ne[2]);
+    const double bytes = (how ? 4 : 8) * n + 4 * (double)n_other;
     const bench_case c = {.name = name, .bytes = bytes, .run = run,
                           .verify = how ? verify_draw : verify, .user = &o, .warm = true};
     if (make(&o, ne, n_other) == ROCQ_OK) bench_run(b, &c);

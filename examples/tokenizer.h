@@ -121,22 +121,23 @@ static rocq_result tok__fail(tokenizer *t, rocq_result result, const char *forma
 // Strings by content
 // ---------------------------------------------------------------------------------------------
 
-// An own table, where stb_ds has maps. With those, of tokens by hash and of merges by pair of ids, a
-// vocabulary of 150,000 tokens and 310,000 merges took 105 ms to open instead of 11, and a megabyte
-// of text 1.2 to 1.8 times as long (AMD EPYC, best of many runs). SipHash-1-3 in the table took 1.1
-// to 1.4 times as long for text. Nor would a seed help stb_ds 0.67 against a file whose strings are
-// made to collide: its hash, SipHash or not, ignores bytes 5 to 8 of a word whose fourth is 0x80 or
-// more, as those of UTF-8 often are.
+// A table of its own, where stb_ds has maps. With those, of tokens by hash and of merges by pair of
+// ids, a vocabulary of 150,000 tokens and 310,000 merges took 105 ms to open instead of 11, and a
+// megabyte of text 1.2 to 1.8 times as long (AMD EPYC, best of many runs). SipHash-1-3 in the table
+// took 1.1 to 1.4 times as long for text. Nor would a seed help stb_ds 0.67 against a file whose
+// strings are made to collide: its hash, SipHash or not, ignores bytes 5 to 8 of a word whose
+// fourth is 0x80 or more, as those of UTF-8 often are.
 
-// FNV-1a from a start and with a multiplier that each opening draws anew: a file cannot know which
-// strings would meet in a slot, and make opening it take quadratic time.
+// FNV-1a from a start and with a multiplier that each opening draws anew, so that the writer of a
+// file does not know which strings would meet in a slot and make opening it take quadratic time. (A
+// few meet under every multiplier, but have a thousand bytes or more each.)
 static uint64_t tok__hash(const tok__map *map, uint64_t hash, const char *text, int64_t n) {
     for (int64_t i = 0; i < n; i++) hash = (hash ^ (unsigned char)text[i]) * map->multiplier;
     return hash;
 }
 
-// 64 bits that nobody outside of the process can predict: the clock's nanoseconds and the addresses
-// of two objects, mixed by the finalizer of splitmix64.
+// 64 bits that the writer of a file cannot foresee: the clock's nanoseconds and the addresses of
+// two objects, mixed by the finalizer of splitmix64. They are no secret of cryptographic strength.
 static uint64_t tok__random(const tokenizer *t, const rocq_gguf *file) {
     uint64_t x = (uint64_t)rocq_time_ns() * 0x9e3779b97f4a7c15u;
     x ^= (uint64_t)(uintptr_t)t << 32 ^ (uint64_t)(uintptr_t)file;

@@ -274,6 +274,7 @@ static void use_tier(int tier) {
         const bool vnni = rocq__cpu_has(ROCQ_CPU_AVX_VNNI), wide = rocq__cpu_has(ROCQ_CPU_AVX512);
         contexts[1][i]->has_avx_vnni = tier >= ROCQ_CPU_AVX_VNNI && tier < WIDE_ALONE && vnni;
         contexts[1][i]->has_avx512 = tier >= ROCQ_CPU_AVX512 && wide;
+        contexts[1][i]->has_sdot = tier >= ROCQ_CPU_SDOT && vnni; // of Arm
         contexts[1][i]->reads_in_order = i == N_THREAD_COUNTS - 1;
     }
 }
@@ -321,8 +322,9 @@ static void check_part(const problem *a, int simd, int64_t m0, int64_t m, int64_
         p.lora_scale = a->s.lora_scale;
     }
     rocq_ctx *ctx = contexts[simd][1];
-    static int turn;
-    use_tier(ROCQ_CPU_SIMD + turn++ % 4);
+    static int turn; // the shapes of one_format come in eights: each meets each tier
+    use_tier(ROCQ_CPU_SIMD + (turn + turn / 8) % 4);
+    turn++;
     memset(ctx->scratch, 0xff, (size_t)ctx->scratch_size); // NaN, where something is read too soon
     assert_int_equal(rocq_matmul(ctx, &p), ROCQ_OK);
     use_tier(ROCQ_CPU_AVX512);
@@ -347,10 +349,13 @@ static void one_format(rocq_format format) {
     const int64_t elems = block_elems(format);
     for (int x = 0; x < 3; x++) {
         const int64_t unit = xs[x] == ROCQ_Q8_0 && elems == 1 ? 32 : elems;
-        const int64_t ks[3] = {unit, unit * (unit == 1 ? 37 : 3), unit == 1 ? 519 : 512 + unit};
+        // Short blocks are taken four or two at a time, and what is left two or one at a time.
+        const int64_t ks[5] = {unit, unit * (unit == 1 ? 37 : 3), unit == 1 ? 519 : 512 + unit,
+                               6 * unit, 7 * unit};
+        const int n_ks = unit > 1 && unit < 256 ? 5 : 3;
         for (int precision = ROCQ_PRECISION_F32; precision <= ROCQ_PRECISION_INT8; precision++) {
             if (precision == ROCQ_PRECISION_INT8 && !has_int8(format)) continue;
-            for (int k = 0; k < 3; k++) {
+            for (int k = 0; k < n_ks; k++) {
                 const shape s = {.w = format, .x = xs[x], .precision = (rocq_precision)precision,
                                  .m = 33, .n = 33, .k = ks[k], .w_layout = (box_layout)(k % 2),
                                  .x_layout = (box_layout)(precision % 2), .y_layout = BOX_STRIDED};
@@ -380,8 +385,9 @@ ROCQ_FORMATS(ROCQ_X)
 // many rows, which 64-byte passes read, also in streams (rocq__mm_column_sums).
 static void tiles(void **state) {
     static const rocq_format formats[] = {
-        ROCQ_Q4_0, ROCQ_Q4_1, ROCQ_Q8_0,   ROCQ_Q2_K,   ROCQ_Q3_K,  ROCQ_Q4_K,
-        ROCQ_Q5_K, ROCQ_Q6_K, ROCQ_IQ4_NL, ROCQ_IQ4_XS, ROCQ_MXFP4, ROCQ_F16, ROCQ_F32};
+        ROCQ_Q4_0, ROCQ_Q4_1, ROCQ_Q5_0, ROCQ_Q5_1,   ROCQ_Q8_0,   ROCQ_Q2_K,
+        ROCQ_Q3_K, ROCQ_Q4_K, ROCQ_Q5_K, ROCQ_Q6_K,   ROCQ_IQ4_NL, ROCQ_IQ4_XS,
+        ROCQ_MXFP4, ROCQ_NVFP4, ROCQ_TQ1_0, ROCQ_TQ2_0, ROCQ_F16,  ROCQ_F32};
     (void)state;
     for (size_t f = 0; f < sizeof formats / sizeof formats[0]; f++) {
         const shape s = {.w = formats[f], .x = ROCQ_F32, .m = 75, .n = 261, .k = 256};
@@ -396,7 +402,7 @@ static void tiles(void **state) {
         destroy(&a);
         for (int i = 0; i < 2; i++) {
             const shape tall = {.w = formats[f], .x = ROCQ_F32, .m = i ? 2061 : 1029, .n = 1,
-                                .k = i ? 1024 : 256};
+                                .k = i ? 1024 : 256 + block_elems(formats[f])};
             problem b = make(tall);
             solve(&b);
             destroy(&b);

@@ -759,13 +759,15 @@ static void waves_are_limited_by_lds(void **state) {
             if (o.waves != waves) fail_msg("%d waves, own LDS %d: %g", waves, own, o.waves);
         }
         // A block of attention_step has half the waves.
-        const rocq_occupancy_params step = {
-            .target = 0x1100, .vgprs = 64, .threads = 128,
-            .lds_bytes = ROCQ_K_ATTEND_STEP_LDS +
-                (int32_t)rocq__lds_of(ctx->gpu, ROCQ_K_attention_step_128, 128)};
-        rocq_occupancy o;
-        assert_int_equal(rocq_get_occupancy(&step, &o), ROCQ_OK);
-        if (o.waves != waves / 2) fail_msg("attention_step at %d waves: %g", waves, o.waves);
+        for (int i = 0; i < 2; i++) {
+            const int kernel = i ? ROCQ_K_attention_step_128 : ROCQ_K_attention_step_64;
+            const rocq_occupancy_params p = {
+                .target = 0x1100, .vgprs = 64, .threads = 128,
+                .lds_bytes = (i ? 4400 : 3760) + (int32_t)rocq__lds_of(ctx->gpu, kernel, 128)};
+            rocq_occupancy o;
+            assert_int_equal(rocq_get_occupancy(&p, &o), ROCQ_OK);
+            if (o.waves != waves / 2) fail_msg("attention_step at %d waves: %g", waves, o.waves);
+        }
         assert_true(ctx->gpu->block_lds < last); // with more of it fewer fit
         last = ctx->gpu->block_lds;
         rocq_close(&ctx);

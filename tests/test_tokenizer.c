@@ -474,8 +474,8 @@ static void test_integers(void **state) {
     pair_close(&p);
 }
 
-// Each opening hashes in its own way, so that no file can hold strings that meet in one slot; the
-// ids are the same.
+// Each opening hashes in its own way, so that whoever writes a file does not know which strings meet
+// in one slot; the ids are the same.
 static void test_seeds(void **state) {
     (void)state;
     const kind k = {"seeds", vocab_bpe, {"gpt2", "gpt-2", NULL, NULL, 0, -1, -1}};
