@@ -11910,10 +11910,13 @@ ROCQ__WIDE void rocq__fetch_meanwhile(rocq__sixteen rows, int64_t at) {
     for (int i = 0; i < 4; i++) ROCQ__FETCH_L2(from, rows.l2_ahead + 64 * i);
 }
 
-// As rocq__take_rows_avx2, but of 16 rows.
-ROCQ__WIDE void rocq__take_rows_avx512(__m512i v[4], rocq__sixteen rows, int64_t at) {
+// rocq__take_rows_avx2 of 16 rows. What is prefetched meanwhile belongs to byte `fetch` of the
+// block: where the parts of a block are loaded out of order, memory is read faster if it is
+// prefetched in order all the same (Q6_K, Zen 5: one column 1.05, two to eight 1.2 times).
+ROCQ__WIDE void rocq__take_rows_fetch_avx512(__m512i v[4], rocq__sixteen rows, int64_t at,
+                                             int64_t fetch) {
     const unsigned char *from = rows.at + at;
-    if (!rows.interleaved && rows.next) rocq__fetch_meanwhile(rows, at);
+    if (!rows.interleaved && rows.next) rocq__fetch_meanwhile(rows, fetch);
     if (!rows.interleaved) ROCQ__KEEP_ADDRESS(from);
     const int64_t stride = rows.stride;
     ROCQ__UNROLL
@@ -11935,6 +11938,9 @@ ROCQ__WIDE void rocq__take_rows_avx512(__m512i v[4], rocq__sixteen rows, int64_t
     v[1] = _mm512_unpackhi_epi64(a, b);
     v[2] = _mm512_unpacklo_epi64(c, d);
     v[3] = _mm512_unpackhi_epi64(c, d);
+}
+ROCQ__WIDE void rocq__take_rows_avx512(__m512i v[4], rocq__sixteen rows, int64_t at) {
+    rocq__take_rows_fetch_avx512(v, rows, at, at);
 }
 
 // As rocq__bits_avx2 and rocq__join_avx2.
@@ -11971,10 +11977,10 @@ ROCQ__WIDE __m512 rocq__first_halves_avx512(rocq__sixteen rows) {
 }
 
 // The F16 behind byte 208 of Q6_K, with the bytes before it.
-ROCQ__WIDE __m512 rocq__last_halves_avx512(rocq__sixteen rows) {
+ROCQ__WIDE __m512 rocq__last_halves_avx512(rocq__sixteen rows, int64_t fetch) {
     __m512i v[4];
     if (rows.interleaved) return rocq__halves_at_avx512(rows, 208);
-    rocq__take_rows_avx512(v, rows, 194);
+    rocq__take_rows_fetch_avx512(v, rows, 194, fetch);
     return rocq__halves_avx512(_mm512_srli_epi32(v[3], 16));
 }
 
@@ -12308,9 +12314,9 @@ ROCQ__BLOCK_AVX512(q5_K) { (void)n, rocq__block_k_avx512(to, rows, true); }
 
 ROCQ__BLOCK_AVX512(q6_K) {
     __m512i a[4], b[4], high[4], s[4];
-    const __m512 d = rocq__last_halves_avx512(rows);
+    const __m512 d = rocq__last_halves_avx512(rows, 0);
     (void)n;
-    rocq__take_rows_avx512(s, rows, 192);
+    rocq__take_rows_fetch_avx512(s, rows, 192, 16);
     for (int i = 0; i < 4; i++) s[i] = _mm512_xor_si512(s[i], _mm512_set1_epi8(-128));
     ROCQ__UNROLL_PARTS
     for (int h = 0; h < 2; h++) {
@@ -12320,9 +12326,10 @@ ROCQ__BLOCK_AVX512(q6_K) {
         ROCQ__UNROLL
         for (int i = 0; i < 2; i++) { // groups i, i + 2, i + 4 and i + 6 of the half
             const int8_t *x = to->x + 128 * h + 16 * i;
-            rocq__take_rows_avx512(a, rows, 64 * h + 16 * i);
-            rocq__take_rows_avx512(b, rows, 64 * h + 32 + 16 * i);
-            rocq__take_rows_avx512(high, rows, 128 + 32 * h + 16 * i);
+            const int64_t fetch = 32 + 96 * h + 48 * i;
+            rocq__take_rows_fetch_avx512(a, rows, 64 * h + 16 * i, fetch);
+            rocq__take_rows_fetch_avx512(b, rows, 64 * h + 32 + 16 * i, fetch + 16);
+            rocq__take_rows_fetch_avx512(high, rows, 128 + 32 * h + 16 * i, fetch + 32);
             ROCQ__UNROLL
             for (int j = 0; j < 4; j++) {
                 const __m512i q[4] = {rocq__join_avx512(a[j], 0, 15, high[j], -4, 48),
@@ -12774,8 +12781,8 @@ ROCQ__FILL_AVX512(q5_K) { rocq__fill_k_avx512(to, group, rows, true); }
 
 ROCQ__FILL_AVX512(q6_K) {
     __m512i a[4], b[4], high[4], s[4];
-    const __m512 d = rocq__last_halves_avx512(rows);
-    rocq__take_rows_avx512(s, rows, 192);
+    const __m512 d = rocq__last_halves_avx512(rows, 0);
+    rocq__take_rows_fetch_avx512(s, rows, 192, 16);
     ROCQ__UNROLL
     for (int g = 0; g < 16; g++) {
         const __m512i code = _mm512_xor_si512(s[g / 4], _mm512_set1_epi8(-128));
@@ -12784,9 +12791,10 @@ ROCQ__FILL_AVX512(q6_K) {
     ROCQ__UNROLL_PARTS
     for (int c = 0; c < 4; c++) { // groups i, i + 2, i + 4 and i + 6 of half h
         const int h = c / 2, i = c % 2;
-        rocq__take_rows_avx512(a, rows, 64 * h + 16 * i);
-        rocq__take_rows_avx512(b, rows, 64 * h + 32 + 16 * i);
-        rocq__take_rows_avx512(high, rows, 128 + 32 * h + 16 * i);
+        const int64_t fetch = 32 + 48 * c;
+        rocq__take_rows_fetch_avx512(a, rows, 64 * h + 16 * i, fetch);
+        rocq__take_rows_fetch_avx512(b, rows, 64 * h + 32 + 16 * i, fetch + 16);
+        rocq__take_rows_fetch_avx512(high, rows, 128 + 32 * h + 16 * i, fetch + 32);
         ROCQ__UNROLL
         for (int j = 0; j < 4; j++) {
             int8_t(*codes)[ROCQ__MM_PAIR][4] = to->codes + 4 * (group + 8 * h + i) + j;
