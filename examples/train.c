@@ -516,11 +516,17 @@ static void read_csv(run *r, int64_t last) {
             if (*at == ',') at++;
             else break;
         }
-        if (n != 6 || !(x[0] >= 1 && x[0] <= (double)last)) continue;
+        const int64_t had = arrlen(r->records) > 0 ? arrlast(r->records).step : 0;
+        if (n != 6 || !(x[0] > (double)had && x[0] <= (double)last)) continue;
         const record one = {(int64_t)x[0], x[1], x[2], x[3], x[4], x[5], x[6]};
         arrput(r->records, one);
     }
-    if (in) fclose(in);
+    if (!in) return;
+    fclose(in);
+    if (arrlen(r->records) < last) {
+        printf("log        %s has %d of the %lld rows up to there\n", r->o.csv,
+               (int)arrlen(r->records), (long long)last);
+    }
 }
 
 static bool write_text(rocq_file *out, const char *format, ...) {
@@ -682,7 +688,8 @@ static bool one_step(run *r, int64_t i, int32_t *skipped) {
     // If a checkpoint cannot be written, say because the disk is full, that is reported and
     // training goes on: the last checkpoint stays, and the next one and the result will be tried.
     // The CSV is written before each checkpoint, so that a run that is killed, at whatever moment,
-    // and resumed finds all rows up to it; rows behind it are dropped.
+    // and resumed finds all rows up to it, unless it could not be written either, which is said
+    // then and when the run is resumed; rows behind it are dropped.
     if (r->o.save_every > 0 && (i + 1) % r->o.save_every == 0 && !last) {
         if (r->terminal) printf("\r%60s\r", "");
         write_csv(r);

@@ -1396,6 +1396,52 @@ static void splits_of_a_wrong_type_name_the_file(void **state) {
     rocq_close(&ctx);
 }
 
+// A tensor that two of a model's files have is found by its whole name, not by what messages show
+// of it: at most 64 bytes, with marks for what would not stay in its line.
+static void tensors_of_two_files_are_told_apart_by_name(void **state) {
+    static const char long_name[] = "name.of.70.bytes.aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+                                    ".weights";
+    static const struct {
+        const char *names[2];
+        rocq_result result;
+    } cases[] = {{{"w", "w"}, ROCQ_E_CORRUPT}, {{"w", "v"}, ROCQ_OK},
+                 {{"a\nb", "a\nb"}, ROCQ_E_CORRUPT}, {{"a?b", "a\nb"}, ROCQ_OK},
+                 {{long_name, long_name}, ROCQ_E_CORRUPT}, {{"short", long_name}, ROCQ_OK}};
+    (void)state;
+    rocq_ctx *ctx = open_ctx(NULL);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char paths[2][64];
+        for (int no = 0; no < 2; no++) {
+            blob b = {0};
+            char cut[65] = "";
+            const char *name = cases[i].names[no];
+            if (!strcmp(name, "short")) { // what a message shows of the long one
+                memcpy(cut, long_name, 64);
+                name = cut;
+            }
+            put_header(&b, 3, 1, 2);
+            put_str(&b, "split.no");
+            put_int(&b, ROCQ_GGUF_I32, 4);
+            put_int(&b, (uint64_t)no, 4);
+            put_str(&b, "split.count");
+            put_int(&b, ROCQ_GGUF_I32, 4);
+            put_int(&b, 2, 4);
+            put_tensor(&b, name, 1, (const uint64_t[]){4}, ROCQ_F32, 0);
+            put_zeros(&b, (b.size + 31) / 32 * 32 + 32);
+            snprintf(paths[no], sizeof paths[no], TMP "-0000%d-of-00002.gguf", no + 1);
+            write_blob(paths[no], b.data, b.size);
+            arrfree(b.data);
+        }
+        rocq_gguf *file = NULL;
+        const rocq_gguf_desc desc = {.path = paths[0]};
+        assert_result(rocq_gguf_open(ctx, &file, &desc), cases[i].result);
+        if (cases[i].result != ROCQ_OK) assert_non_null(strstr(last_error, "is in '"));
+        rocq_gguf_close(&file);
+        for (int no = 0; no < 2; no++) remove(paths[no]);
+    }
+    rocq_close(&ctx);
+}
+
 static void paths_that_do_not_work_say_so(void **state) {
     (void)state;
     rocq_ctx *ctx = open_ctx(NULL);
@@ -2330,6 +2376,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(messages_are_one_clean_line),
         cmocka_unit_test(messages_keep_utf8),
         cmocka_unit_test(splits_of_a_wrong_type_name_the_file),
+        cmocka_unit_test(tensors_of_two_files_are_told_apart_by_name),
         cmocka_unit_test(many_names_are_found),
         cmocka_unit_test(offsets_beyond_4_gib_work),
         cmocka_unit_test(large_headers_are_read_in_pieces),
