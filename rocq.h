@@ -11916,7 +11916,8 @@ ROCQ__WIDE void rocq__fetch_meanwhile(rocq__sixteen rows, int64_t at) {
 
 // rocq__take_rows_avx2 of 16 rows. What is prefetched meanwhile belongs to byte `fetch` of the
 // block: where the parts of a block are loaded out of order, memory is read faster if it is
-// prefetched in order all the same (Q6_K, Zen 5: one column 1.05, two to eight 1.2 times).
+// prefetched in order all the same (Q6_K, Zen 5: one column 1.05 times as fast, two to eight
+// columns 1.15 to 1.2 times).
 ROCQ__WIDE void rocq__take_rows_fetch_avx512(__m512i v[4], rocq__sixteen rows, int64_t at,
                                              int64_t fetch) {
     const unsigned char *from = rows.at + at;
