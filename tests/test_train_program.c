@@ -372,6 +372,19 @@ static void test_killed(void **state) {
         assert_non_null(end++);
     }
     assert_memory_equal(before, after, (size_t)(end - before));
+
+    // A CSV that has lost its rows, and one of them twice: a resumed run says what is missing.
+    const char *head_end = strchr(after, '\n') + 1, *row_end = strchr(head_end, '\n') + 1;
+    FILE *f = fopen(CSV, "wb");
+    assert_non_null(f);
+    fprintf(f, "%.*s%.*s", (int)(row_end - after), after, (int)(row_end - head_end), head_end);
+    assert_int_equal(fclose(f), 0);
+    again = RUN(small_path, "--data", TEXT_FILE, USUAL, "--lora", "3", "--steps", "101",
+                "--checkpoint", CHECK, "--csv", CSV, "--resume");
+    expect_success(again);
+    assert_non_null(strstr(again->out, CSV " has 1 of the 100 rows up to there"));
+    assert_int_equal(column(CSV, 1, 0), 1);
+    assert_int_equal(column(CSV, 2, 0), 101);
     free(after);
     free(before);
 }
