@@ -174,7 +174,8 @@
    first op on the CPU that is large enough for them, or with the first read or upload of more than
    256 KiB. All of them share an op, or a whole recorded step (>>graphs), in chunks of microseconds;
    what one has not begun, another can take over. 50 microseconds after the last chunk they sleep,
-   until there is more, or rocq_close.
+   until there is more, or rocq_close. On Linux the CPU that the caller runs on when it wakes them
+   is taken from those that they may use (their affinity), if there is one for each thread.
 
    In a program with a job system of its own, rocq_desc.run_tasks has that do the work; the context
    then starts no threads. An op or step that is worth it asks once for n_threads tasks, each of
@@ -3919,6 +3920,9 @@ enum { ROCQ__GUARD = 0 };
 #include <unistd.h>
 #if ROCQ__HAS_THREADS
 #include <pthread.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#endif
 #endif
 #if ROCQ__HAS_STDIO
 #include <fcntl.h>
@@ -4191,6 +4195,13 @@ typedef struct rocq__stage {
 
 enum { ROCQ__MAX_THREADS = 64 };
 
+#if ROCQ__HAS_THREADS && defined(__linux__)
+#define ROCQ__HAS_PLACES 1
+enum { ROCQ__CPU_WORDS = 1024 / (8 * (int)sizeof(unsigned long)) };
+#else
+#define ROCQ__HAS_PLACES 0
+#endif
+
 #if ROCQ__HAS_THREADS
 #if defined(_WIN32)
 typedef HANDLE rocq__thread;
@@ -4234,6 +4245,12 @@ typedef struct rocq__team {
     rocq__cond work;
     int32_t asleep;        // threads that wait for work, the calling one too (atomic)
     int32_t caller_asleep; // (atomic)
+#if ROCQ__HAS_PLACES // see rocq__team_keep_off
+    unsigned long cpus[ROCQ__CPU_WORDS]; // those that the threads were started with, as bits
+    int32_t ids[ROCQ__MAX_THREADS];      // of the threads, once they run, else 0 (atomic)
+    bool keeps_off;                      // there is a CPU for each thread, the calling one too
+    int32_t caller_cpu, n_kept_off;      // threads that are kept off this one
+#endif
 #endif
     char apart[ROCQ__APART];
     // The open stage, in one cache line. open: its number in bit 32 and up, the most chunks that a
@@ -5209,6 +5226,37 @@ static void rocq__team_sleep(rocq__team *team, int64_t seen, bool inside) {
 }
 #endif
 
+// -- where threads run --
+
+#if ROCQ__HAS_PLACES
+#if !defined(__cplusplus) // -std=c11 hides it
+extern long syscall(long number, ...);
+#endif
+
+// Linux may put a thread that wakes up on the CPU of the thread that woke it, though others are
+// idle: in a virtual machine it takes an idle CPU for one that is not to be had. The two then share
+// one CPU, until the scheduler moves one of them after 10 ms or more. So the caller, before it
+// wakes threads, takes the CPU that it runs on from those that they may use; all others they keep.
+// If a sandbox refuses that, nothing changes.
+static void rocq__team_keep_off(rocq__team *team) {
+    enum { BITS = 8 * (int)sizeof(unsigned long) };
+    unsigned long cpus[ROCQ__CPU_WORDS];
+    unsigned cpu = 0;
+    if (syscall(SYS_getcpu, &cpu, NULL, NULL) != 0 || cpu >= BITS * ROCQ__CPU_WORDS) return;
+    if ((int32_t)cpu == team->caller_cpu && team->n_kept_off == team->n_started) return;
+    memcpy(cpus, team->cpus, sizeof cpus);
+    cpus[cpu / BITS] &= ~(1ul << cpu % BITS);
+    team->caller_cpu = (int32_t)cpu;
+    team->n_kept_off = 0;
+    for (int32_t i = 0; i < team->n_started; i++) {
+        const int32_t id = rocq__load32(&team->ids[i]);
+        if (id == 0) continue; // it has not begun to run yet
+        syscall(SYS_sched_setaffinity, id, sizeof cpus, cpus);
+        team->n_kept_off++;
+    }
+}
+#endif
+
 // -- stages --
 
 // For a run that is limited in time (slices, >>dispatch): whether to go on with the next stage. It
@@ -5420,6 +5468,9 @@ static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *
     team->cancellable = call != NULL;
     team->result = ROCQ_OK;
     team->skipped = 0;
+#if ROCQ__HAS_PLACES
+    if (team->keeps_off && rocq__load32(&team->asleep) > 0) rocq__team_keep_off(team);
+#endif
     rocq__store32(&team->running, 1);
     ctx->quiet = true; // a failure on another thread is logged here
     rocq__team_next(team, 0);
@@ -5447,7 +5498,11 @@ static void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task f
 #if ROCQ__HAS_THREADS
 
 static void rocq__team_thread(rocq__team *team) {
-    rocq__team_work(team, rocq__fetch_add32(&team->n_joined, 1) + 1, false);
+    const int32_t thread = rocq__fetch_add32(&team->n_joined, 1) + 1;
+#if ROCQ__HAS_PLACES
+    rocq__store32(&team->ids[thread - 1], (int32_t)syscall(SYS_gettid));
+#endif
+    rocq__team_work(team, thread, false);
 }
 
 #if defined(_WIN32)
@@ -5471,6 +5526,14 @@ static void rocq__team_start(rocq__team *team, int32_t n_threads) {
 #else
     pthread_mutex_init(&team->mutex, NULL);
     pthread_cond_init(&team->work, NULL);
+#endif
+#if ROCQ__HAS_PLACES
+    int32_t n_cpus = 0;
+    syscall(SYS_sched_getaffinity, 0, sizeof team->cpus, team->cpus); // may fail: they are 0 then
+    for (int32_t i = 0; i < ROCQ__CPU_WORDS; i++) {
+        for (unsigned long left = team->cpus[i]; left != 0; left &= left - 1) n_cpus++;
+    }
+    team->keeps_off = n_cpus > n_threads;
 #endif
     for (int32_t i = 0; i < n_threads; i++) {
 #if defined(_WIN32)

@@ -457,6 +457,48 @@ static void between_launches_threads_sleep(void **state) {
     step_close(&s);
 }
 
+// Pins the calling thread to a CPU and takes a step while the context's thread sleeps. Then that
+// thread may use all CPUs but this one; or all that it had, if there are too few.
+static void step_from(step *s, rocq_graph *graph, int cpu, const cpu_set_t *had, bool moves) {
+    cpu_set_t one, now, expected = *had;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    for (int waited = 0; rocq__load32(&s->ctx->team.asleep) < 1 && waited < 5000; waited++) {
+        poll(NULL, 0, 1);
+    }
+    assert_int_equal(rocq__load32(&s->ctx->team.asleep), 1);
+    assert_int_equal(sched_setaffinity(0, sizeof one, &one), 0);
+    assert_true(step_digest(s, graph) == wanted[0]);
+    if (moves) CPU_CLR(cpu, &expected);
+    assert_int_equal(sched_getaffinity(s->ctx->team.ids[0], sizeof now, &now), 0);
+    assert_true(CPU_EQUAL(&now, &expected));
+}
+
+static void threads_that_wake_are_kept_off_the_callers_cpu(void **state) {
+    (void)state;
+    step s;
+    cpu_set_t all, had;
+    const rocq_desc desc = with_threads(2);
+    assert_int_equal(sched_getaffinity(0, sizeof all, &all), 0);
+    int first = 0, last = CPU_SETSIZE - 1;
+    while (!CPU_ISSET(first, &all)) first++;
+    while (!CPU_ISSET(last, &all)) last--;
+    for (int few = 0; few < 2; few++) {
+        CPU_ZERO(&had);
+        CPU_SET(first, &had);
+        if (!few) had = all;
+        assert_int_equal(sched_setaffinity(0, sizeof had, &had), 0); // the thread inherits it
+        step_open(&s, &desc, 1);
+        rocq_graph *graph = step_record(&s);
+        assert_true(step_digest(&s, graph) == wanted[0]);
+        step_from(&s, graph, first, &had, first != last && !few);
+        step_from(&s, graph, few ? first : last, &had, first != last && !few);
+        step_from(&s, graph, first, &had, first != last && !few);
+        assert_int_equal(sched_setaffinity(0, sizeof all, &all), 0);
+        step_close(&s);
+    }
+}
+
 static void a_graph_may_go_as_soon_as_its_launch_returns(void **state) {
     (void)state;
     step s;
@@ -904,6 +946,7 @@ int main(void) {
         cmocka_unit_test(a_launch_allocates_only_after_scratch_memory_moved),
         cmocka_unit_test(a_share_is_found_after_any_number_of_stages),
         cmocka_unit_test(between_launches_threads_sleep),
+        cmocka_unit_test(threads_that_wake_are_kept_off_the_callers_cpu),
         cmocka_unit_test(a_graph_may_go_as_soon_as_its_launch_returns),
         cmocka_unit_test(threads_that_do_not_start_are_done_without),
         cmocka_unit_test(contexts_on_two_threads_do_not_meet),
