@@ -2588,9 +2588,8 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx);
 // graph becomes the submission that it is replayed as, and pinned memory for copies is taken. CPU:
 // the threads are started, every page of the graph's operands is touched, so that a mapped file is
 // in memory, and the ops are rehearsed: they run with the graph's weights, but over zeros and into
-// memory of their own, up to 8 MiB, which is given back. That takes as long as a launch, and at
-// least 2 ms, since a short step is faster when it runs again. Both: scratch memory for the graph.
-// Nothing that ops see is changed once it returns.
+// memory of their own, up to 8 MiB, which is given back. That takes as long as a launch. Both:
+// scratch memory for the graph. Nothing that ops see is changed once it returns.
 //
 // GPU, once each time that the graph has been captured: the graph is replayed with made-up inputs,
 // replayed with other ones, and its ops are run one by one with these. Where the last two runs do
@@ -5469,7 +5468,10 @@ static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *
     team->result = ROCQ_OK;
     team->skipped = 0;
 #if ROCQ__HAS_PLACES
-    if (team->keeps_off && rocq__load32(&team->asleep) > 0) rocq__team_keep_off(team);
+    if (team->keeps_off &&
+        (rocq__load32(&team->asleep) > 0 || team->n_kept_off < team->n_started)) {
+        rocq__team_keep_off(team);
+    }
 #endif
     rocq__store32(&team->running, 1);
     ctx->quiet = true; // a failure on another thread is logged here
@@ -30585,16 +30587,11 @@ static int64_t rocq__stand_in(rocq__node *node, unsigned char *memory) {
     return used;
 }
 
-enum {
-    ROCQ__STAND_INS = 8 << 20,   // bytes: an op that needs more (a large cache) is left out
-    // Passes over the ops are repeated for so long. With the shipped model the second pass takes
-    // two thirds of the first, and 20 ms of them leave the first step no faster than 2 ms.
-    ROCQ__REHEARSAL_NS = 2000000
-};
+enum { ROCQ__STAND_INS = 8 << 20 }; // bytes: an op that needs more (a large cache) is left out
 
-// Runs copies of the graph's ops with their stand-ins, in order, again and again.
+// Runs copies of the graph's ops with their stand-ins, in order, once: more passes leave the first
+// step no faster.
 static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
-    const int64_t start = rocq_time_ns();
     rocq__attempt attempt;
     rocq_result result = ROCQ_OK;
     rocq__node *list = NULL, **end = &list;
@@ -30626,16 +30623,13 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
         }
         if (!memory) result = rocq__fail(ctx, ROCQ_E_MEMORY, "warm: no memory to rehearse ops in");
     }
-    while (result == ROCQ_OK) {
-        for (rocq__node *node = list; node && result == ROCQ_OK; node = node->next) {
-            result = rocq__begin_op(ctx, "warm");
-            if (result != ROCQ_OK) break;
-            rocq__stand_in(node, memory);
-            rocq__attempt_begin(ctx, &attempt);
-            rocq__run_cpu(ctx, node->op, node->params);
-            rocq__attempt_end(ctx, &attempt, ROCQ_OK, true); // it may fail: 1 may be no index
-        }
-        if (rocq_time_ns() - start >= ROCQ__REHEARSAL_NS) break;
+    for (rocq__node *node = list; node && result == ROCQ_OK; node = node->next) {
+        result = rocq__begin_op(ctx, "warm");
+        if (result != ROCQ_OK) break;
+        rocq__stand_in(node, memory);
+        rocq__attempt_begin(ctx, &attempt);
+        rocq__run_cpu(ctx, node->op, node->params);
+        rocq__attempt_end(ctx, &attempt, ROCQ_OK, true); // it may fail: 1 may be no index
     }
     ctx->lent = now;
     rocq__free(ctx, memory);

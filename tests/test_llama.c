@@ -1395,6 +1395,34 @@ static void test_batches(void **state) {
 
 // A prompt in slices has the logits, bit for bit, that its tokens have one by one; also after one
 // that was begun was dropped, in each of the ways to do so.
+// A model that was warmed up has forgotten the step that it took for that; between tokens a warm-up
+// changes nothing.
+static void check_warm(const char *path, const llama_options *options, const int32_t *prompt,
+                       const float *whole, size_t size) {
+    const rocq_sample_params greedy = {.temperature = 0};
+    int32_t token = -7;
+    ours o;
+    ours_open(&o, path, 2, options);
+    for (int32_t i = 0; i < N_PROMPT; i++) {
+        for (int k = 0; k < 2 && i < 2; k++) { // before any token, and with one
+            if (llama_warm(&o.m) != ROCQ_OK) fail_msg("%s", o.m.error);
+            assert_int_equal(o.m.n_past, i);
+        }
+        if (i == 0) assert_int_equal(llama_sample(&o.m, &greedy, &token), ROCQ_E_STATE);
+        if (i == 1) assert_int_equal(llama_sample(&o.m, &greedy, &token), ROCQ_OK);
+        ours_eval(&o, &prompt[i], 1, NULL);
+    }
+    assert_memory_equal(rocq_tensor_data(&o.m.last), whole, size);
+    if (llama_warm(&o.m) != ROCQ_OK) fail_msg("%s", o.m.error);
+    o.m.n_past = 0; // what has been read can still be drawn from
+    if (llama_warm(&o.m) != ROCQ_OK) fail_msg("%s", o.m.error);
+    assert_memory_equal(rocq_tensor_data(&o.m.last), whole, size);
+    rocq_cancel(o.ctx);
+    assert_int_equal(llama_warm(&o.m), ROCQ_E_CANCELLED);
+    assert_int_equal(rocq_sync(o.ctx), ROCQ_OK);
+    ours_close(&o);
+}
+
 static void test_slices(void **state) {
     model_spec s = *(const model_spec *)*state;
     char name[64];
@@ -1410,6 +1438,7 @@ static void test_slices(void **state) {
     ours_open(&o, model_path(name), 2, &options);
     for (int32_t i = 0; i < N_PROMPT; i++) ours_eval(&o, &prompt[i], 1, NULL);
     memcpy(whole, rocq_tensor_data(&o.m.last), size);
+    check_warm(model_path(name), &options, prompt, whole, size);
     rocq_stats before, after;
     assert_int_equal(rocq_get_stats(o.ctx, &before), ROCQ_OK);
     for (int way = 0; way < 6; way++) {
