@@ -9818,8 +9818,8 @@ KERNEL(argmax, rocq_k_argmax_args, 1024) {
 //           the token), and a radix search finds the number at which the target is reached,
 //           digit by digit from the top: a pass over the logits adds the masses up in 2048 bins,
 //           one for each value of the next digit. After each digit of a filter all candidates
-//           behind that bin are out (`cut`); as soon as those left are few enough, the step goes
-//           on with a list.
+//           behind that bin are out (`cut`). As soon as all that are left make a list, the step
+//           goes on with it; as soon as those of that bin do, a list of them has the place.
 // To get to a list at once: if k threads' own best candidates are at or before a rank, then so are
 // at least k candidates, and for a usual top_k not many more. The k-th of the threads' best is the
 // first cut.
@@ -9827,14 +9827,15 @@ KERNEL(argmax, rocq_k_argmax_args, 1024) {
 // Geometry: one block of 1024 threads; thread t takes the quads t, t + 1024, ... LDS 25 KB. work:
 // n_vocab floats, 16-byte aligned, used with recent or allowed; while recent is counted they are
 // the counts.
-// Bytes: logits once, and for a usual top_k once more from the second-level cache; otherwise twice
-// for every digit.
+// Bytes: logits once, then from the second-level cache for a usual top_k once more; otherwise for a
+// filter once for every digit, usually one, and once for its list, and for the draw once.
 
 enum {
     SAMPLE_BITS = 11,   // of the digit that a pass finds
     SAMPLE_BINS = 1 << SAMPLE_BITS,
     SAMPLE_LIST = 1024, // candidates of a list: one a thread
     SAMPLE_QUADS = 4,   // of a tile of logits
+    SAMPLE_NEAR = 26,   // bits of logits near the best one: see sample_digit
     SAMPLE_TOP_K = 0, SAMPLE_TOP_P, SAMPLE_DRAW, // the steps
     SAMPLE_BY_RANK = 0, SAMPLE_BY_TOKEN,         // orders: of TOP_K and TOP_P, and of DRAW
     SAMPLE_UNSORTED
@@ -9845,8 +9846,8 @@ struct sample_state {
     bool wide;           // as in load_tile
     int n, width;        // tokens, and the bits that the number of one takes
     float top;           // the largest logit
+    uint32_t best;       // its place among all floats: sample_order
     uint64_t cut;        // candidates of a greater rank have dropped out
-    uint64_t tried;      // the cut at which a list was last tried
     float unit;          // a weight of 1 in fixed point
     float temperature, min_p;
 };
@@ -9855,6 +9856,7 @@ struct sample_work { // LDS
     unsigned long long *mass;  // [SAMPLE_BINS] of the bins; of a list the keys, while it is sorted
     uint32_t *count;           // [SAMPLE_BINS] candidates in the bins
     unsigned long long *total; // [32] masses of the waves
+    uint32_t *totals;          // [32] candidates of the waves
     uint32_t *listed;          // [1] candidates of the list
 };
 
@@ -9928,14 +9930,19 @@ DEV uint64_t block_sort(uint64_t key, int size, unsigned long long *work) {
     return key;
 }
 
-// The place in the order "higher logit first, then lower token" as a number: the logit's bits,
-// changed to ascend where logits descend, then the token. ~0 stands for no candidate.
-DEV uint64_t sample_rank(const sample_state &s, float logit, uint32_t token) {
+// The place of a logit among all floats, from the greatest down: its bits, changed to ascend where
+// logits descend.
+DEV uint32_t sample_order(float logit) {
     const uint32_t u = bits<uint32_t>(logit + 0.0f); // -0 is 0
-    const uint32_t order = u & 0x80000000u ? u : u ^ 0x7fffffffu;
-    return (uint64_t)order << s.width | token;
+    return u & 0x80000000u ? u : u ^ 0x7fffffffu;
 }
-DEV float sample_logit(uint32_t order) {
+// The place in the order "higher logit first, then lower token" as a number: how many floats the
+// logit is from the best one, then the token. ~0 stands for no candidate.
+DEV uint64_t sample_rank(const sample_state &s, float logit, uint32_t token) {
+    return (uint64_t)(sample_order(logit) - s.best) << s.width | token;
+}
+DEV float sample_logit(const sample_state &s, uint64_t rank) {
+    const uint32_t order = s.best + (uint32_t)(rank >> s.width);
     return bits<float>(order & 0x80000000u ? order : order ^ 0x7fffffffu);
 }
 // exp((logit - top) / temperature), 1 for the top itself even where that is infinite.
@@ -9969,8 +9976,8 @@ DEV void sample_put(const rocq_k_sample_args &a, int token, float prob) {
 // false for a lane whose token is no candidate. A lane has a quad, whose elements come one after
 // the other. Where no lane's quad has a candidate, f is not called.
 template <typename F> DEV void sample_each(const sample_state &s, F f) {
-    const uint32_t last = (uint32_t)(s.cut >> s.width); // order of the cut
-    const float least = last >= 0xff800000u ? -INFINITY : sample_logit(last);
+    const bool all = s.best + (s.cut >> s.width) >= 0xff800000u; // the order of -inf
+    const float least = all ? -INFINITY : sample_logit(s, s.cut);
     for (int base = 0; base < s.n; base += tile_size(SAMPLE_QUADS)) {
         float v[SAMPLE_QUADS][4] = {}; // else old values of quads past the end stay in registers
         load_tile(ROCQ_F32, s.wide, (const char *)s.logits, s.n, base, v);
@@ -10008,26 +10015,27 @@ DEV uint64_t sample_key(const sample_state &s, int order, float logit, uint32_t 
     return (uint64_t)token << 32 | bits<uint32_t>(logit);
 }
 DEV float sample_key_logit(const sample_state &s, int order, uint64_t key) {
-    return order == SAMPLE_BY_RANK ? sample_logit((uint32_t)(key >> s.width))
-                                   : bits<float>((uint32_t)key);
+    return order == SAMPLE_BY_RANK ? sample_logit(s, key) : bits<float>((uint32_t)key);
 }
 DEV uint32_t sample_key_token(const sample_state &s, int order, uint64_t key) {
     return order == SAMPLE_BY_RANK ? (uint32_t)key & ((1u << s.width) - 1u) : (uint32_t)(key >> 32);
 }
 
-// Tries to list the candidates up to the cut. The keys are those of `order`, but unsorted.
-DEV void sample_collect(sample_state &s, const sample_work &work, int order, sample_list &list) {
-    s.tried = s.cut;
+// Tries to list the candidates from a rank to the cut. Their keys are ranks, but unsorted.
+DEV void sample_collect(const sample_state &s, const sample_work &work, uint64_t from,
+                        sample_list &list) {
     if (thread_index() == 0) lput(work.listed, 0u);
     block_sync_lds();
     sample_each(s, [&](bool live, float logit, uint32_t token) {
+        const uint64_t rank = sample_rank(s, logit, token);
+        live = live && rank >= from;
         const uint32_t all = wave_ballot(live);
         if (all == 0) return;
         const int lane = lane_index(), first = __ffs((int)all) - 1;
         uint32_t at = 0;
         if (lane == first) at = lds_take(work.listed, (uint32_t)__popc(all));
         at = wave_read(at, first) + (uint32_t)__popc(all & ((1u << lane) - 1u));
-        if (live && at < SAMPLE_LIST) lput(work.mass + at, sample_key(s, order, logit, token));
+        if (live && at < SAMPLE_LIST) lput(work.mass + at, rank);
     });
     block_sync_lds();
     list.n = (int)lget(work.listed);
@@ -10036,8 +10044,8 @@ DEV void sample_collect(sample_state &s, const sample_work &work, int order, sam
     block_sync_lds();
 }
 
-// Sorts a list by `order`, if it is not yet. A list just collected has this order's keys, unsorted;
-// one that is sorted by the other order gets them here.
+// Sorts a list by `order`, if it is not yet. A list just collected has ranks, unsorted, and is
+// first sorted by them; one that is sorted by the other order gets this order's keys here.
 DEV void sample_sort(const sample_state &s, const sample_work &work, int order, sample_list &list) {
     if (list.order == order) return;
     if (list.order != SAMPLE_UNSORTED && list.key != ~0ull) {
@@ -10088,12 +10096,19 @@ struct sample_search {
     uint64_t sum;           // of the masses of all candidates
     uint64_t prefix, front; // the digits found so far, and the masses of the numbers before them
     int shift;              // bits that are left to find
+    bool near;              // only numbers below 2^shift have been looked for
+    uint32_t n_front;       // candidates before the digits found so far, and that share them
+    uint32_t n_last;
 };
 
-// Finds the next digit. False if target is more than the sum of all masses. count: how many
-// candidates share the digits found so far.
+// Finds the next digit. False if target is more than the sum of all masses.
+//
+// The place that a filter looks for is usually near the best logit, but a first digit of all floats
+// would have most candidates in a few bins. So the first digit of a filter is one of numbers below
+// 2^(SAMPLE_NEAR + width) only, eight binary orders of magnitude; all others go to the last bin.
+// If the place is in that, the search starts anew with all floats.
 DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
-                      int step, sample_search &search, uint32_t &count) {
+                      int step, sample_search &search) {
     // The last 7 bits of a token are a digit of their own. A wave reads 128 tokens at a time; they
     // have all other bits in common, so their masses go to one bin.
     const int above = search.shift, rest = step == SAMPLE_DRAW && above > 7 ? 7 : 0;
@@ -10105,11 +10120,19 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
     }
     block_sync_lds();
     uint64_t quad = 0; // the masses of a quad, if they go to one bin
+    uint64_t far = 0;  // and those that this thread has for the last bin of the first digit,
+    uint32_t n_far = 0; // which would often be many additions to one address
     sample_each(s, [&](bool live, float logit, uint32_t token) {
         const uint64_t rank = step == SAMPLE_DRAW ? token : sample_rank(s, logit, token);
         const uint32_t bin = (uint32_t)(rank >> shift) & ((1u << digit) - 1u);
-        if (rank >> above != search.prefix) live = false;
+        const bool other = rank >> above != search.prefix;
+        if (other && !search.near) live = false;
         uint64_t own = live ? sample_mass(s, step, logit) : 0;
+        if (other) {
+            far += own;
+            n_far += live ? 1u : 0u;
+            live = false;
+        }
         if (rest > 0) {
             quad += own;
             if ((token & 3) != 3) return;
@@ -10119,12 +10142,21 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
         }
         sample_add(work, live, bin, own);
     });
+    if (search.near) {
+        far = wave_sum64(far);
+        n_far = (uint32_t)wave_sum64(n_far);
+        if (lane_index() == 0) lds_add(work.mass + SAMPLE_BINS - 1, far);
+        if (lane_index() == 0) lds_add(work.count + SAMPLE_BINS - 1, n_far);
+    }
     block_sync_lds();
     // Each wave adds up 64 bins, two a lane. Then every wave does the same search: for the wave
     // whose sums reach the target, the lane there, and the bin.
     const unsigned long long *own = work.mass + 2 * thread_index();
+    const uint32_t *own_n = work.count + 2 * thread_index();
     const uint64_t of_wave = wave_sum64(lget(own) + lget(own + 1));
+    const uint64_t n_of_wave = wave_sum64(lget(own_n) + lget(own_n + 1));
     if (lane_index() == 0) lput(work.total + wave_index(), of_wave);
+    if (lane_index() == 0) lput(work.totals + wave_index(), (uint32_t)n_of_wave);
     block_sync_lds();
     const uint64_t totals = lget(work.total + lane_index());
     if (search.target == 0) {
@@ -10133,32 +10165,45 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
     }
     const int w = wave_reach(totals, search.front, search.target);
     if (w < 32) {
-        const unsigned long long *pair = work.mass + 64 * w + 2 * lane_index();
-        const int l = wave_reach(lget(pair) + lget(pair + 1), search.front, search.target);
+        const int at = 64 * w + 2 * (int)lane_index();
+        const uint64_t pair = lget(work.mass + at) + lget(work.mass + at + 1);
+        const int l = wave_reach(pair, search.front, search.target);
+        uint64_t n = (int)lane_index() < w ? lget(work.totals + lane_index()) : 0;
+        if ((int)lane_index() < l) n += lget(work.count + at) + lget(work.count + at + 1);
+        search.n_front += (uint32_t)wave_sum64(n);
         uint32_t bin = 64u * (uint32_t)w + 2u * (uint32_t)l;
         const uint64_t even = lget(work.mass + bin);
         if (search.front + even < search.target) {
             search.front += even;
+            search.n_front += lget(work.count + bin);
             bin++;
         }
-        count = lget(work.count + bin);
+        search.n_last = lget(work.count + bin);
         search.prefix = search.prefix << digit | bin;
         search.shift = shift;
+        if (search.near && bin == SAMPLE_BINS - 1) {
+            search = {search.target, search.sum, 0, 0, 32 + s.width, true, 0, 0xffffffffu};
+        }
+        search.near = false;
     }
     block_sync_lds();
     return w < 32;
 }
 
-// Finishes a step with a list in the step's order. A filter drops what is behind the place where
-// the target is reached; in DRAW the thread there stores its token.
+// Finds the place where the target is reached in a list in the step's order. front: the masses
+// before it. A filter drops what is behind the place; in DRAW the thread there stores its token.
 DEV void sample_place(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
-                      int step, sample_search &search, sample_list &list) {
+                      int step, uint64_t front, sample_search &search, sample_list &list) {
     const uint32_t t = thread_index();
     const float logit = sample_key_logit(s, list.order, list.key);
     const uint64_t own = list.key != ~0ull ? sample_mass(s, step, logit) : 0;
+    uint64_t sum;
     if (t == 0) lput(work.listed, (uint32_t)list.n);
-    const uint64_t before = block_scan(own, work.total, search.sum);
-    if (search.target == 0) search.target = sample_target(a, step, search.sum);
+    const uint64_t before = front + block_scan(own, work.total, sum);
+    if (search.target == 0) {
+        search.sum = sum;
+        search.target = sample_target(a, step, sum);
+    }
     if (before < search.target && before + own >= search.target) { // at most one thread
         lput(work.listed, t + 1);
         if (step == SAMPLE_DRAW) {
@@ -10172,24 +10217,51 @@ DEV void sample_place(const rocq_k_sample_args &a, const sample_state &s, const 
     block_sync_lds();
 }
 
-// Finds one digit of a step. True if the step is then done: DRAW when all digits of the token are
-// found, a filter when the cut is exact.
+// Finds one digit of a filter. True if the cut is then exact; else either list has all candidates
+// that are left, or there are digits left to find.
 DEV bool sample_narrow(const rocq_k_sample_args &a, sample_state &s, const sample_work &work,
-                       int step, sample_search &search) {
-    uint32_t count = 0;
-    const bool there = sample_digit(a, s, work, step, search, count);
-    if (step == SAMPLE_DRAW) {
-        if (search.shift > 0) return false;
-        const int token = (int)search.prefix;
-        const uint64_t own = sample_mass(s, step, gload(s.logits + token));
-        if (thread_index() == 0) sample_put(a, token, (float)((double)own / (double)search.sum));
+                       int step, sample_search &search, sample_list &list) {
+    if (!sample_digit(a, s, work, step, search)) return true;
+    if (search.n_last == 0xffffffffu) return false; // it starts anew
+    const uint64_t first = search.prefix << search.shift;
+    const uint64_t last = first + ((uint64_t)1 << search.shift) - 1;
+    s.cut = last < s.cut ? last : s.cut;
+    if (search.shift == 0 || search.n_last <= 1 ||
+        (step == SAMPLE_TOP_K && search.front + search.n_last == search.target)) {
         return true;
     }
-    if (!there) return true;
-    const uint64_t last = ((search.prefix + 1) << search.shift) - 1;
-    s.cut = last < s.cut ? last : s.cut;
-    return search.shift == 0 || count <= 1 ||
-           (step == SAMPLE_TOP_K && search.front + count == search.target);
+    const bool whole = search.n_front + search.n_last <= SAMPLE_LIST;
+    if (!whole && search.n_last > SAMPLE_LIST) return false;
+    sample_list found;
+    sample_collect(s, work, whole ? 0 : first, found);
+    if (whole) {
+        list = found;
+        return false;
+    }
+    sample_sort(s, work, SAMPLE_BY_RANK, found);
+    sample_place(a, s, work, step, search.front, search, found);
+    if ((int)thread_index() == found.n - 1) lput(work.total, found.key);
+    block_sync_lds();
+    s.cut = lget(work.total);
+    block_sync_lds();
+    return true;
+}
+
+// Draws by digits of the token. As soon as 1024 tokens are left, each thread has one.
+DEV void sample_draw(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
+                     sample_search &search) {
+    while (search.shift > 10) sample_digit(a, s, work, SAMPLE_DRAW, search);
+    const uint32_t t = thread_index();
+    const uint32_t token = (uint32_t)(search.prefix << search.shift) + t;
+    const bool inside = t >> search.shift == 0 && token < (uint32_t)s.n;
+    const float x = inside ? gload(s.logits + token) : -INFINITY;
+    const bool live = x > -INFINITY && sample_rank(s, x, token) <= s.cut;
+    const uint64_t own = live ? sample_mass(s, SAMPLE_DRAW, x) : 0;
+    uint64_t sum;
+    const uint64_t before = search.front + block_scan(own, work.total, sum);
+    if (before < search.target && before + own >= search.target) { // at most one thread
+        sample_put(a, (int)token, (float)((double)own / (double)search.sum));
+    }
 }
 
 // The logits after penalties and `allowed`, in work if there are any. Ends with a barrier then.
@@ -10278,8 +10350,9 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
 
     const int width = n > 1 ? 32 - __clz(n - 1) : 1;
     const float unit = bits<float>((uint32_t)(62 - width + 127) << 23);
-    sample_state s = {logits, wide, n, width, best.x, ~0ull, ~0ull, unit, a.temperature, a.min_p};
-    const sample_work work = {mass, bins, total, listed};
+    sample_state s = {logits, wide, n,    width,         best.x, sample_order(best.x),
+                      ~0ull,  unit, a.temperature, a.min_p};
+    const sample_work work = {mass, bins, total, (uint32_t *)is, listed};
     const bool has_k = a.top_k > 0 && a.top_k < n, has_p = a.top_p > 0.0f && a.top_p < 1.0f;
     sample_list list = {~0ull, SAMPLE_LIST + 1, SAMPLE_UNSORTED};
     if (n <= SAMPLE_LIST) { // all tokens are a list already, by token
@@ -10294,19 +10367,22 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
         block_sync_lds();
         s.cut = lget(total);
         block_sync_lds();
+        sample_collect(s, work, 0, list);
     }
     for (int step = SAMPLE_TOP_K; step <= SAMPLE_DRAW; step++) {
         if ((step == SAMPLE_TOP_K && !has_k) || (step == SAMPLE_TOP_P && !has_p)) continue;
-        const int order = step == SAMPLE_DRAW ? SAMPLE_BY_TOKEN : SAMPLE_BY_RANK;
-        sample_search search = {0, 0, 0, 0, step == SAMPLE_DRAW ? width : 32 + width};
-        do { // another digit, until the step is done or what is left makes a list
-            if (list.n > SAMPLE_LIST && s.cut != s.tried) sample_collect(s, work, order, list);
-            if (list.n <= SAMPLE_LIST) {
-                sample_sort(s, work, order, list);
-                sample_place(a, s, work, step, search, list);
-                break;
-            }
-        } while (!sample_narrow(a, s, work, step, search));
+        const bool draws = step == SAMPLE_DRAW;
+        sample_search search = {0, 0, 0, 0, width + (draws ? 0 : SAMPLE_NEAR), !draws, 0, 0};
+        bool exact = false;
+        while (!draws && !exact && list.n > SAMPLE_LIST) {
+            exact = sample_narrow(a, s, work, step, search, list);
+        }
+        if (list.n <= SAMPLE_LIST) {
+            sample_sort(s, work, draws ? SAMPLE_BY_TOKEN : SAMPLE_BY_RANK, list);
+            sample_place(a, s, work, step, 0, search, list);
+        } else if (draws) {
+            sample_draw(a, s, work, search);
+        }
     }
 }
 

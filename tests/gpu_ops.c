@@ -1639,6 +1639,8 @@ static void test_sample(void **state) {
         assert_int_equal(rocq_sample(cpu, &p), ROCQ_OK);
         const int32_t want = *(int32_t *)(void *)token.memory;
         const float want_prob = *(float *)(void *)prob.memory;
+        memset(token.memory, 0xff, sizeof want); // not to take the CPU's results for the GPU's
+        memset(prob.memory, 0xff, sizeof want_prob);
         any_params d = params_of(ROCQ_OP_SAMPLE, &p);
         move_params(ROCQ_OP_SAMPLE, &d);
         if (rocq_sample(gpu, &d.sample) != ROCQ_OK) fail_msg("sample: %s", rocq_error(gpu));
@@ -1658,6 +1660,58 @@ static void test_sample(void **state) {
         boxes_free(&logits, &token, &prob, &allowed, &last);
     }
     if (n_other > n_draws / 100) fail_msg("%d of %d draws differ from the CPU's", n_other, n_draws);
+}
+
+// Candidates that are no list: many, and where the place that a filter looks for is hard to find.
+static void test_sample_of_many(void **state) {
+    (void)state;
+    enum { PLAIN, TIES, EQUAL, FAR, NEGATIVE, KINDS, FILTERS = 7 };
+    static const int64_t sizes[] = {33000, 151936, 300001}; // of 16, 18 and 19 bits
+    static const struct { int32_t top_k; float top_p, min_p; } filters[FILTERS] = {
+        {0, 0, 0}, {0, 0.9f, 0}, {0, 0.3f, 0}, {3000, 0, 0}, {3000, 0.9f, 0}, {0, 0.999f, 0.1f},
+        {30000, 0.5f, 0}};
+    int n_draws = 0, n_other = 0;
+    for (int i = 0; i < 2 * KINDS * FILTERS; i++) {
+        const int kind = i % KINDS, f = i / KINDS % FILTERS;
+        const int64_t n = sizes[i / KINDS / FILTERS == 0 ? 0 : 1 + i % 2];
+        box logits = box_random(BOX_PLAIN, ROCQ_F32, 3, n, 1, 1, 1);
+        box token = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1),
+            prob = box_make(BOX_PLAIN, ROCQ_F32, 1, 1, 1, 1);
+        for (int64_t k = 0; k < n; k++) {
+            double *x = &logits.value[k];
+            if (kind == TIES) *x = floor(*x);
+            if (kind == EQUAL) *x = 0.25;
+            if (kind == FAR) *x = k == n / 3 ? 2 : *x * 1e-6; // 20 binary orders of magnitude
+            if (kind == NEGATIVE) *x = -40 + *x;
+        }
+        box_write(&logits);
+        const rocq_sample_params p = {.token = &token.t, .prob = &prob.t, .logits = &logits.t,
+                                      .temperature = 0.7f, .top_k = filters[f].top_k,
+                                      .top_p = filters[f].top_p, .min_p = filters[f].min_p,
+                                      .seed = (uint64_t)i * 77, .step = (uint64_t)i};
+        assert_int_equal(rocq_sample(cpu, &p), ROCQ_OK);
+        const int32_t want = *(int32_t *)(void *)token.memory;
+        const float want_prob = *(float *)(void *)prob.memory;
+        memset(token.memory, 0xff, sizeof want); // not to take the CPU's results for the GPU's
+        memset(prob.memory, 0xff, sizeof want_prob);
+        any_params d = params_of(ROCQ_OP_SAMPLE, &p);
+        move_params(ROCQ_OP_SAMPLE, &d);
+        if (rocq_sample(gpu, &d.sample) != ROCQ_OK) fail_msg("sample: %s", rocq_error(gpu));
+        if (rocq_sync(gpu) != ROCQ_OK) fail_msg("sample: %s", rocq_error(gpu));
+        for (int k = 0; k < n_twins; k++) copy_from_gpu(&twins[k]);
+        const int32_t got = *(int32_t *)(void *)token.memory;
+        const float got_prob = *(float *)(void *)prob.memory;
+        assert_true(got >= 0 && got < n);
+        n_draws++;
+        n_other += got != want;
+        if (got == want && !(fabsf(got_prob - want_prob) <= 1e-4f * want_prob + 1e-9f)) {
+            fail_msg("sample %d: probability %g, expected %g", i, (double)got_prob,
+                     (double)want_prob);
+        }
+        free_twins();
+        boxes_free(&logits, &token, &prob);
+    }
+    if (n_other > n_draws / 20) fail_msg("%d of %d draws differ from the CPU's", n_other, n_draws);
 }
 
 // -- what the device finds out for itself --
@@ -4308,7 +4362,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_hadamard),        cmocka_unit_test(test_attention_hadamard),
         cmocka_unit_test(test_casts),           cmocka_unit_test(test_softmax),
         cmocka_unit_test(test_gather),          cmocka_unit_test(test_argmax),
-        cmocka_unit_test(test_sample),          cmocka_unit_test(test_bad_indices),
+        cmocka_unit_test(test_sample),          cmocka_unit_test(test_sample_of_many),
+        cmocka_unit_test(test_bad_indices),
         cmocka_unit_test(test_conv_shapes),     cmocka_unit_test(test_conv_options),
         cmocka_unit_test(test_conv_lds),        cmocka_unit_test(test_conv_most_scratch),
         cmocka_unit_test(test_lend),
