@@ -10101,7 +10101,51 @@ struct sample_search {
     uint32_t n_last;
 };
 
-// Finds the next digit. False if target is more than the sum of all masses.
+// Finds the bin in which the sum reaches the target, which is the next digit. False if target is
+// more than the sum of all masses. Each wave adds up 64 bins, two a lane. Then every wave does the
+// same search: for the wave whose sums reach the target, the lane there, and the bin.
+DEV bool sample_bin(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
+                    int step, int digit, sample_search &search) {
+    const unsigned long long *own = work.mass + 2 * thread_index();
+    const uint32_t *own_n = work.count + 2 * thread_index();
+    const uint64_t of_wave = wave_sum64(lget(own) + lget(own + 1));
+    const uint64_t n_of_wave = wave_sum64(lget(own_n) + lget(own_n + 1));
+    if (lane_index() == 0) lput(work.total + wave_index(), of_wave);
+    if (lane_index() == 0) lput(work.totals + wave_index(), (uint32_t)n_of_wave);
+    block_sync_lds();
+    const uint64_t totals = lget(work.total + lane_index());
+    if (search.target == 0) {
+        search.sum = wave_sum64(totals);
+        search.target = sample_target(a, step, search.sum);
+    }
+    const int w = wave_reach(totals, search.front, search.target);
+    if (w < 32) {
+        const int at = 64 * w + 2 * (int)lane_index();
+        const uint64_t pair = lget(work.mass + at) + lget(work.mass + at + 1);
+        const int l = wave_reach(pair, search.front, search.target);
+        uint64_t n = (int)lane_index() < w ? lget(work.totals + lane_index()) : 0;
+        if ((int)lane_index() < l) n += lget(work.count + at) + lget(work.count + at + 1);
+        search.n_front += (uint32_t)wave_sum64(n);
+        uint32_t bin = 64u * (uint32_t)w + 2u * (uint32_t)l;
+        const uint64_t even = lget(work.mass + bin);
+        if (search.front + even < search.target) {
+            search.front += even;
+            search.n_front += lget(work.count + bin);
+            bin++;
+        }
+        search.n_last = lget(work.count + bin);
+        search.prefix = search.prefix << digit | bin;
+        search.shift -= digit;
+        if (search.near && bin == SAMPLE_BINS - 1) {
+            search = {search.target, search.sum, 0, 0, 32 + s.width, false, 0, 0xffffffffu};
+        }
+        search.near = false;
+    }
+    block_sync_lds();
+    return w < 32;
+}
+
+// Finds the next digit, as sample_bin.
 //
 // The place that a filter looks for is usually near the best logit, but a first digit of all floats
 // would have most candidates in a few bins. So the first digit of a filter is one of numbers below
@@ -10149,45 +10193,7 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
         if (lane_index() == 0) lds_add(work.count + SAMPLE_BINS - 1, n_far);
     }
     block_sync_lds();
-    // Each wave adds up 64 bins, two a lane. Then every wave does the same search: for the wave
-    // whose sums reach the target, the lane there, and the bin.
-    const unsigned long long *own = work.mass + 2 * thread_index();
-    const uint32_t *own_n = work.count + 2 * thread_index();
-    const uint64_t of_wave = wave_sum64(lget(own) + lget(own + 1));
-    const uint64_t n_of_wave = wave_sum64(lget(own_n) + lget(own_n + 1));
-    if (lane_index() == 0) lput(work.total + wave_index(), of_wave);
-    if (lane_index() == 0) lput(work.totals + wave_index(), (uint32_t)n_of_wave);
-    block_sync_lds();
-    const uint64_t totals = lget(work.total + lane_index());
-    if (search.target == 0) {
-        search.sum = wave_sum64(totals);
-        search.target = sample_target(a, step, search.sum);
-    }
-    const int w = wave_reach(totals, search.front, search.target);
-    if (w < 32) {
-        const int at = 64 * w + 2 * (int)lane_index();
-        const uint64_t pair = lget(work.mass + at) + lget(work.mass + at + 1);
-        const int l = wave_reach(pair, search.front, search.target);
-        uint64_t n = (int)lane_index() < w ? lget(work.totals + lane_index()) : 0;
-        if ((int)lane_index() < l) n += lget(work.count + at) + lget(work.count + at + 1);
-        search.n_front += (uint32_t)wave_sum64(n);
-        uint32_t bin = 64u * (uint32_t)w + 2u * (uint32_t)l;
-        const uint64_t even = lget(work.mass + bin);
-        if (search.front + even < search.target) {
-            search.front += even;
-            search.n_front += lget(work.count + bin);
-            bin++;
-        }
-        search.n_last = lget(work.count + bin);
-        search.prefix = search.prefix << digit | bin;
-        search.shift = shift;
-        if (search.near && bin == SAMPLE_BINS - 1) {
-            search = {search.target, search.sum, 0, 0, 32 + s.width, true, 0, 0xffffffffu};
-        }
-        search.near = false;
-    }
-    block_sync_lds();
-    return w < 32;
+    return sample_bin(a, s, work, step, digit, search);
 }
 
 // Finds the place where the target is reached in a list in the step's order. front: the masses
