@@ -5241,7 +5241,8 @@ static void rocq__team_keep_off(rocq__team *team) {
     enum { BITS = 8 * (int)sizeof(unsigned long) };
     unsigned long cpus[ROCQ__CPU_WORDS];
     unsigned cpu = 0;
-    if (syscall(SYS_getcpu, &cpu, NULL, NULL) != 0 || cpu >= BITS * ROCQ__CPU_WORDS) return;
+    if (syscall(SYS_getcpu, &cpu, NULL, NULL) != 0) return;
+    if (cpu >= (unsigned)(BITS * ROCQ__CPU_WORDS)) return;
     if ((int32_t)cpu == team->caller_cpu && team->n_kept_off == team->n_started) return;
     memcpy(cpus, team->cpus, sizeof cpus);
     cpus[cpu / BITS] &= ~(1ul << cpu % BITS);
@@ -9882,6 +9883,27 @@ ROCQ__V8 rocq__v8 rocq__v8_exp(rocq__v8 x) {
     return rocq__v8_zero_below(rocq__v8_mul(rocq__v8_add(rocq__v8_set1(1.0f), p), power), x,
                                rocq__v8_set1(ROCQ__EXP_LEAST));
 }
+
+#if ROCQ__HAS_AVX2
+// rocq__v8_exp of 16 lanes, with the same bits.
+ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE __m512 rocq__exp_avx512(__m512 x) {
+    const __m512 low = _mm512_set1_ps(ROCQ__EXP_LEAST), high = _mm512_set1_ps(ROCQ__EXP_MOST);
+    const __mmask16 kept = _mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ);
+    x = _mm512_min_ps(high, _mm512_max_ps(low, x));
+    // Rounded by way of an integer: _mm512_roundscale_ps is a macro at -O0 whose mask of -1 makes
+    // gcc 12 warn of a sign conversion here.
+    const __m512i exponent = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)));
+    const __m512 k = _mm512_cvtepi32_ps(exponent);
+    const __m512 r = _mm512_fnmadd_ps(k, _mm512_set1_ps(-2.12194440e-4f),
+                                      _mm512_fnmadd_ps(k, _mm512_set1_ps(0.693359375f), x));
+    __m512 e = _mm512_set1_ps(rocq__exp_term[0]);
+    ROCQ__UNROLL
+    for (int j = 1; j < 5; j++) e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(rocq__exp_term[j]));
+    e = _mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_fmadd_ps(e, _mm512_mul_ps(r, r), r));
+    const __m512i power = _mm512_slli_epi32(_mm512_add_epi32(exponent, _mm512_set1_epi32(127)), 23);
+    return _mm512_maskz_mul_ps(kept, e, _mm512_castsi512_ps(power));
+}
+#endif
 
 // x = bound tanh(x / bound); returns how many elements it has done.
 static ROCQ__SIMD int64_t rocq__tanh_simd(float *x, float bound, int64_t n) {
@@ -15022,6 +15044,35 @@ static ROCQ__SIMD void rocq__attend_weigh_many(float *score, int64_t stride, int
     }
 }
 
+#if ROCQ__HAS_AVX2
+// As rocq__attend_weigh_many, with the same bits.
+ROCQ__TARGET_AVX512 static void rocq__attend_weigh_many_avx512(float *score, int64_t stride,
+                                                               int64_t first, int64_t last,
+                                                               float *m, float *l, float *keep) {
+    const __m512 none = _mm512_setzero_ps(), least = _mm512_set1_ps(-FLT_MAX);
+    __m512 top = _mm512_loadu_ps(m), sum = none;
+    for (int64_t j = first; j < last; j++) {
+        top = _mm512_max_ps(_mm512_loadu_ps(score + j * stride), top);
+    }
+    const __mmask16 seen = _mm512_cmp_ps_mask(top, least, _CMP_NLT_UQ);
+    const __m512 shift = _mm512_maskz_mov_ps(seen, top);
+    const __m512 kept = rocq__exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(m), shift));
+    for (int64_t j = 0; j < first; j++) _mm512_storeu_ps(score + j * stride, none);
+    for (int64_t j = first; j < last; j++) {
+        float *s = score + j * stride;
+        const __m512 e = rocq__exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(s), shift));
+        _mm512_storeu_ps(s, e);
+        sum = _mm512_add_ps(sum, e);
+    }
+    for (int64_t j = last; j < ROCQ__ATTEND_KEYS; j++) {
+        _mm512_storeu_ps(score + j * stride, none);
+    }
+    _mm512_storeu_ps(l, _mm512_fmadd_ps(_mm512_loadu_ps(l), kept, sum));
+    _mm512_storeu_ps(keep, kept);
+    _mm512_storeu_ps(m, top);
+}
+#endif
+
 // x holds neither infinities nor NaN; n is a multiple of 8.
 static ROCQ__SIMD bool rocq__attend_finite(const float *x, int64_t n) {
     const rocq__v8 zero = rocq__v8_set1(0.0f);
@@ -15111,8 +15162,15 @@ static void rocq__attend_tile_many(const rocq__attend *a, const rocq__attend_ite
         }
         all_visible = all_visible && lo_last == 0 && hi_first == n_keys;
         for (int64_t i = r; i < r + lanes; i += ROCQ__ATTEND_LANES) {
-            rocq__attend_weigh_many(local->score + i, stride, first, last, local->m + i,
-                                    local->l + i, local->keep + i);
+            float *s = local->score + i, *m = local->m + i, *l = local->l + i;
+            float *keep = local->keep + i;
+#if ROCQ__HAS_AVX2
+            if (a->wide) {
+                rocq__attend_weigh_many_avx512(s, stride, first, last, m, l, keep);
+                continue;
+            }
+#endif
+            rocq__attend_weigh_many(s, stride, first, last, m, l, keep);
         }
     }
 
@@ -16067,30 +16125,13 @@ static ROCQ__SIMD float rocq__weigh_simd(float *weight, const float *x, float to
 // sums before the upper half, as two vectors of 8 are there.
 static ROCQ__TARGET_AVX512 float rocq__weigh_avx512(float *weight, const float *x, float top,
                                                     float least, float temperature) {
-    const __m512 low = _mm512_set1_ps(ROCQ__EXP_LEAST), high = _mm512_set1_ps(ROCQ__EXP_MOST);
     rocq__v8 sum = rocq__v8_set1(0.0f);
     for (int i = 0; i < ROCQ__DRAW; i += 16) {
         const __m512 v = _mm512_max_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(-INFINITY));
         __m512 below = _mm512_sub_ps(v, _mm512_set1_ps(top));
         if (temperature != 1.0f) below = _mm512_div_ps(below, _mm512_set1_ps(temperature));
-        const __mmask16 kept = _mm512_cmp_ps_mask(v, _mm512_set1_ps(least), _CMP_NLT_UQ) &
-            _mm512_cmp_ps_mask(below, low, _CMP_NLT_UQ);
-        below = _mm512_min_ps(high, _mm512_max_ps(low, below));
-        // Rounded by way of an integer: _mm512_roundscale_ps is a macro at -O0 whose mask of -1
-        // makes gcc 12 warn of a sign conversion here.
-        const __m512i exponent =
-            _mm512_cvtps_epi32(_mm512_mul_ps(below, _mm512_set1_ps(1.44269504f)));
-        const __m512 k = _mm512_cvtepi32_ps(exponent);
-        const __m512 r =
-            _mm512_fnmadd_ps(k, _mm512_set1_ps(-2.12194440e-4f),
-                             _mm512_fnmadd_ps(k, _mm512_set1_ps(0.693359375f), below));
-        __m512 e = _mm512_set1_ps(rocq__exp_term[0]);
-        ROCQ__UNROLL
-        for (int j = 1; j < 5; j++) e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(rocq__exp_term[j]));
-        e = _mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_fmadd_ps(e, _mm512_mul_ps(r, r), r));
-        const __m512i power =
-            _mm512_slli_epi32(_mm512_add_epi32(exponent, _mm512_set1_epi32(127)), 23);
-        e = _mm512_maskz_mul_ps(kept, e, _mm512_castsi512_ps(power));
+        const __mmask16 kept = _mm512_cmp_ps_mask(v, _mm512_set1_ps(least), _CMP_NLT_UQ);
+        const __m512 e = _mm512_maskz_mov_ps(kept, rocq__exp_avx512(below));
         _mm512_storeu_ps(weight + i, e);
         sum = rocq__v8_add(sum, _mm512_castps512_ps256(e));
         sum = rocq__v8_add(sum, _mm512_extractf32x8_ps(e, 1));
@@ -31158,6 +31199,7 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 #undef ROCQ__SDOT
 #undef ROCQ__TARGET_SDOT
 #undef ROCQ__HAS_OCCUPANCY
+#undef ROCQ__HAS_PLACES
 #undef ROCQ__HAS_PROFILE
 #undef ROCQ__HAS_STDIO
 #undef ROCQ__HAS_THREADS
