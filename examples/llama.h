@@ -59,9 +59,8 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
                            // (ROCQ_LAYOUT_INTERLEAVED), -1 leaves them in it; default: 1 for
                            // weights of up to 256 MiB, which multiply faster so and are copied
                            // soon, where the context has no memory_budget
-    const struct llama_model *share; // an open model of the same file and context: this one has no
-                           // weights of its own but uses that one's, where and as they lie
-                           // (interleave); default NULL. See llama_open
+    const struct llama_model *share; // an open model of this file and context, whose weights are
+                           // used as they lie there, and none loaded: see llama_open. Default NULL
     // Called while weights are loaded ("loading") and while a prompt is read ("reading"), with how
     // much is done; false = stop, which makes the call fail with ROCQ_E_STATE. NULL = no call.
     bool (*progress)(const char *what, int64_t done, int64_t total, void *user);
@@ -171,7 +170,7 @@ typedef struct llama_model {
                                          // too, may differ by layer, and are the largest then
     int32_t n_apart;                     // elements of an embedding for each layer alone
     int32_t n_ctx, n_ctx_train, n_batch, n_logits;
-    int64_t weight_bytes, kv_bytes; // with options.share no weights: they count where loaded
+    int64_t weight_bytes, kv_bytes; // with options.share 0 of weights, and of experts
     int64_t scratch_bytes; // activations, and what ops need while they run
     int64_t expert_bytes;  // of the weights: those of all experts
     char error[512];       // the message of the last failure, also of llama_open
@@ -193,7 +192,7 @@ typedef struct llama_model {
     llama_layer *layers;     // [n_layers]
     rocq_buffer weights;     // of those that are not just views of the file
     rocq_buffer experts;     // of experts in host memory: see experts.h
-    int32_t *n_users;        // how many open models have those two, see options.share
+    int32_t *n_users;        // how many open models have those two: see options.share
     const rocq_gguf *file;
     rocq_buffer slots;       // copies of some of them, and the tables
     bool counts;             // whether there is a budget, and it does not hold all experts
@@ -249,12 +248,12 @@ typedef struct llama_model {
     int64_t op_scratch;   // that the ops of a step need, see llama__plan
 } llama_model;
 
-// Several conversations, as of the characters of a game, are several llama_models over one file and
-// context, called in turn. With options.share = a model that is open they have its weights in
-// common, so that each takes but a cache, activations and a recorded step of its own; lengths,
-// adapters, precision, and with expert_memory the copies of experts (default then: as many as that
-// model's), too, are each one's own. All have equal parts in the weights: they can be closed in any
-// order, and the last one frees them. share is read by llama_open only.
+// Several conversations, as of a game's characters, are several llama_models over one file and
+// context, called in turn, also in the middle of llama_eval_for. With options.share they have one
+// set of weights, and each has but its own cache, activations and recorded step, options, adapters
+// and, of experts that do not fit that model's expert_memory, copies (default: in as much memory).
+// They can be closed in any order: the weights are freed with the last one. Without share each
+// loads weights of its own, which on the CPU may be the mapped file (options.interleave).
 //
 // Reads the configuration, checks every weight's shape, and makes the cache and all memory that
 // llama_eval and llama_sample will ever need. While the model is open, file and ctx must be, and *m

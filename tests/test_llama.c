@@ -2213,7 +2213,7 @@ int main(int argc, char **argv) {
     tests[n++] = (struct CMUnitTest){.name = "expert memory", .test_func = test_expert_memory};
     tests[n++] = (struct CMUnitTest){.name = "interleaved weights", .test_func = test_interleaved};
     tests[n++] = (struct CMUnitTest){.name = "shared weights", .test_func = test_sharing};
-    tests[n++] = (struct CMUnitTest){.name = "shared, adapters", .test_func = test_sharing_adapters};
+    tests[n++] = (struct CMUnitTest){.name = "shared, loras", .test_func = test_sharing_adapters};
     tests[n++] = (struct CMUnitTest){.name = "shared, failures", .test_func = test_sharing_fails};
     tests[n++] = (struct CMUnitTest){.name = "suppressed tokens", .test_func = test_suppressed};
     tests[n++] = (struct CMUnitTest){.name = "contradictions", .test_func = test_contradictions};
