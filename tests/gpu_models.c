@@ -453,9 +453,9 @@ static void test_expert_memory(void **state) {
 static void test_sharing(void **state) {
     static const model_spec cases[] = {
         {"gpu-shared-qwen3", "qwen3", .n_embd = 64, .n_heads = 2, .n_kv_heads = 1, .head_dim = 32,
-         .n_ff = 96, .n_vocab = 101, .formats = q4_0},
+         .n_ff = 96, .n_vocab = 301, .formats = q4_0},
         {"gpu-shared-qwen3moe", "qwen3moe", .n_embd = 64, .n_heads = 2, .n_kv_heads = 1,
-         .head_dim = 32, .n_ff = 64, .n_vocab = 101, .formats = q4_0, .n_experts = 5, .n_used = 2}};
+         .head_dim = 32, .n_ff = 64, .n_vocab = 301, .formats = q4_0, .n_experts = 5, .n_used = 2}};
     (void)state;
     for (int k = 0; k < 2; k++) {
         const char *path = model_path(cases[k].name);

@@ -54,6 +54,7 @@ static void sharers_run(sharer *s, int n, bool slices) {
                                       : llama_eval(m, next + had - SHARE_PROMPT, 1, NULL);
             if (r != ROCQ_OK) fail_msg("%s", m->error);
             if (m->n_past > had) sharer_last(&s[i]);
+            assert_int_equal(rocq_sync(m->ctx), ROCQ_OK); // only then a stand-in for a GPU runs it
             more = true;
         }
     }
@@ -77,10 +78,10 @@ static void check_sharing(rocq_ctx *ctx, const char *path, int64_t memory) {
     sharer s[SHARERS];
     memset(s, 0, sizeof s);
     assert_int_equal(rocq_gguf_open(ctx, &file, &source), ROCQ_OK);
-    const int64_t before = live_bytes(ctx);
     for (int i = 0; i < SHARERS; i++) {
+        const int64_t had = live_bytes(ctx);
         sharer_open(&s[i], i, ctx, file, memory, NULL);
-        s[i].bytes = live_bytes(ctx) - before;
+        s[i].bytes = live_bytes(ctx) - had;
         const size_t count = SHARE_TOKENS * (size_t)s[i].m.n_vocab;
         s[i].logits = (float *)malloc(2 * count * sizeof(float));
         assert_non_null(s[i].logits);
@@ -92,6 +93,7 @@ static void check_sharing(rocq_ctx *ctx, const char *path, int64_t memory) {
         memcpy(s[i].want, s[i].logits, count * sizeof(float));
         llama_close(&s[i].m);
     }
+    const int64_t before = live_bytes(ctx); // with what a GPU's copies go through
     for (int order = 0; order < 2; order++) { // who loaded is closed first, then last
         for (int i = 0; i < SHARERS; i++) {
             llama_model *m = &s[i].m;
