@@ -159,7 +159,8 @@ static rocq_result llama__count_experts(llama_model *m) {
 
 // Orders the list so that what lies in the file's experts comes last, and returns how much comes
 // before it; all, where there is no budget, or it holds them all.
-static int32_t llama__experts_last(llama_model *m, const rocq_gguf *file, llama__list *list) {
+static int32_t llama__experts_last(llama_model *m, const rocq_gguf *file,
+                                   const llama__list *list) {
     int32_t n = m->n_weights;
     if (m->options.expert_memory == 0 || m->expert_bytes <= m->options.expert_memory) return n;
     for (int32_t i = 0; i < n;) {

@@ -59,6 +59,8 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
                            // (ROCQ_LAYOUT_INTERLEAVED), -1 leaves them in it; default: 1 for
                            // weights of up to 256 MiB, which multiply faster so and are copied
                            // soon, where the context has no memory_budget
+    const struct llama_model *share; // an open model of this file and context, whose weights are
+                           // used as they lie there, and none loaded: see llama_open. Default NULL
     // Called while weights are loaded ("loading") and while a prompt is read ("reading"), with how
     // much is done; false = stop, which makes the call fail with ROCQ_E_STATE. NULL = no call.
     bool (*progress)(const char *what, int64_t done, int64_t total, void *user);
@@ -168,7 +170,7 @@ typedef struct llama_model {
                                          // too, may differ by layer, and are the largest then
     int32_t n_apart;                     // elements of an embedding for each layer alone
     int32_t n_ctx, n_ctx_train, n_batch, n_logits;
-    int64_t weight_bytes, kv_bytes;
+    int64_t weight_bytes, kv_bytes; // with options.share 0 of weights, and of experts
     int64_t scratch_bytes; // activations, and what ops need while they run
     int64_t expert_bytes;  // of the weights: those of all experts
     char error[512];       // the message of the last failure, also of llama_open
@@ -190,6 +192,8 @@ typedef struct llama_model {
     llama_layer *layers;     // [n_layers]
     rocq_buffer weights;     // of those that are not just views of the file
     rocq_buffer experts;     // of experts in host memory: see experts.h
+    int32_t *n_users;        // how many open models have those two: see options.share
+    const rocq_gguf *file;
     rocq_buffer slots;       // copies of some of them, and the tables
     bool counts;             // whether there is a budget, and it does not hold all experts
     int32_t *places, *taken; // of all layers; m->chosen on the host
@@ -244,8 +248,12 @@ typedef struct llama_model {
     int64_t op_scratch;   // that the ops of a step need, see llama__plan
 } llama_model;
 
-// Several conversations are several llama_models over one file and context, called in turn. On the
-// CPU they share weights that stay in the mapped file (options.interleave); others each one copies.
+// Several conversations, as of a game's characters, are several llama_models over one file and
+// context, called in turn, also in the middle of llama_eval_for. With options.share they have one
+// set of weights, and each has but its own cache, activations and recorded step, options, adapters
+// and, of experts that do not fit that model's expert_memory, copies (default: in as much memory).
+// They can be closed in any order: the weights are freed with the last one. Without share each
+// loads weights of its own, which on the CPU may be the mapped file (options.interleave).
 //
 // Reads the configuration, checks every weight's shape, and makes the cache and all memory that
 // llama_eval and llama_sample will ever need. While the model is open, file and ctx must be, and *m
@@ -571,9 +579,8 @@ static bool llama__interleaves(const llama_model *m) {
     return m->weight_bytes <= LLAMA__SOON_COPIED && info.desc.memory_budget == 0;
 }
 
-static rocq_result llama__load_listed(llama_model *m, const rocq_gguf *file,
-                                      llama__list *list) {
-    LLAMA__TRY(llama__find_all(m, file, list));
+static rocq_result llama__load_own(llama_model *m, const rocq_gguf *file,
+                                   const llama__list *list) {
     const int32_t n = llama__experts_last(m, file, list), n_experts = m->n_weights - n;
     llama__load load = {m, 0};
     rocq_gguf_load_desc desc = {
@@ -589,6 +596,41 @@ static rocq_result llama__load_listed(llama_model *m, const rocq_gguf *file,
     }
     if (result != ROCQ_OK) return m->error[0] ? ROCQ_E_STATE : result; // progress had it stopped
     for (int32_t i = 0; i < m->n_weights; i++) *list->places[i] = list->tensors[i];
+    return ROCQ_OK;
+}
+
+// Takes what another model of the file has loaded: from now on it is as much this one's.
+static void llama__take_shared(llama_model *m) {
+    const llama_model *from = m->options.share;
+    for (int k = 0; k < LLAMA__N_OTHERS; k++) {
+        const size_t at = llama__others[k].at;
+        memcpy((char *)m + at, (const char *)from + at, sizeof(rocq_tensor));
+    }
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        for (int k = 0; k < LLAMA__N_WEIGHTS; k++) {
+            const size_t at = llama__weights[k].at;
+            memcpy((char *)&m->layers[i] + at, (const char *)&from->layers[i] + at,
+                   sizeof(rocq_tensor));
+        }
+    }
+    m->weights = from->weights;
+    m->experts = from->experts;
+    m->n_users = from->n_users;
+    ++*m->n_users;
+    m->weight_bytes = m->expert_bytes = 0;
+    m->counts = from->counts;
+    if (m->options.expert_memory == 0) m->options.expert_memory = from->options.expert_memory;
+}
+
+static rocq_result llama__load_listed(llama_model *m, const rocq_gguf *file, llama__list *list) {
+    LLAMA__TRY(llama__find_all(m, file, list));
+    if (m->options.share) {
+        llama__take_shared(m);
+    } else {
+        LLAMA__TRY(llama__allocate(m, &m->n_users, sizeof *m->n_users));
+        *m->n_users = 1;
+        LLAMA__TRY(llama__load_own(m, file, list));
+    }
     llama__set_factors(m);
     return llama__make_slots(m);
 }
@@ -742,6 +784,13 @@ static rocq_result llama__mix_pair(llama_model *m, const llama_layer *l, const r
     return ROCQ_OK;
 }
 
+// What a layer's router norms with: router_norm by 1 / sqrt(n_embd), which its x is divided by.
+static rocq_tensor llama__router_norm(const llama_model *m, int64_t layer) {
+    rocq_tensor norm = rocq_tensor_slice(&m->router_norms, 1, layer, 1);
+    norm.n_dims = 1;
+    return norm;
+}
+
 // x += the weighted sum of the chosen experts' outputs for h, the normed x. The router, which is in
 // F32, reads it in F32, so that rounding changes no choice. In gemma4 router and experts have norms
 // of their own, and the sum, normed, is left in m->added: see llama__join.
@@ -755,6 +804,7 @@ static rocq_result llama__mix(llama_model *m, const llama_layer *l, const rocq_t
     const rocq_tensor ids =
         rocq_tensor_slice(&all_ids, 0, (l - m->layers) * m->n_used, m->n_used);
     const rocq_tensor *kept = llama__maybe(&l->kept);
+    const rocq_tensor router_norm = llama__router_norm(m, own ? l - m->layers : 0);
     const rocq_tensor shares = rocq_tensor_slice(&m->shares, 1, 0, n);
     const rocq_tensor added = rocq_tensor_slice(&m->added, 1, 0, n);
     const rocq_tensor exact = h->format == ROCQ_F32 && !own ? *h : added;
@@ -787,7 +837,7 @@ static rocq_result llama__mix(llama_model *m, const llama_layer *l, const rocq_t
         .bias = llama__maybe(&l->expert_down_bias), .weights = &shares, .residual = own ? NULL : x,
         .precision = m->options.precision, .kept = kept,
         .w_kept = llama__maybe(&l->down_kept)};
-    if (own) LLAMA__TRY(llama__norm(m, &exact, x, &l->router_norm, NULL));
+    if (own) LLAMA__TRY(llama__norm(m, &exact, x, &router_norm, NULL));
     else if (h->format != ROCQ_F32) LLAMA__TRY(llama__norm(m, &exact, x, &l->ffn_norm, NULL));
     LLAMA__TRY(rocq_matmul(m->ctx, &score));
     LLAMA__TRY(rocq_route(m->ctx, &route));
@@ -1063,12 +1113,13 @@ static rocq_result llama__head(llama_model *m, int64_t first, int64_t n) {
     const rocq_tensor x = rocq_tensor_slice(&m->x, 1, first, n);
     const rocq_tensor h = llama__operand(m, &m->h, m->n_embd, n);
     const rocq_tensor logits = rocq_tensor_slice(&m->logits, 1, 0, n);
+    const rocq_tensor *norm = m->logit_scale != 1 ? &m->head_norm : &m->output_norm;
     const llama_site *site = &m->adapters.sites[4 * m->n_layers];
     rocq_matmul_params project = {.y = &logits, .w = &m->output, .x = &h,
                                   .bias = llama__maybe(&m->output_bias),
                                   .softcap = m->final_softcap, .precision = m->options.precision};
     llama__adapt(m, site, 0, &project);
-    LLAMA__TRY(llama__norm(m, &h, &x, &m->output_norm, &m->output_norm_bias));
+    LLAMA__TRY(llama__norm(m, &h, &x, norm, &m->output_norm_bias));
     LLAMA__TRY(llama__reduce(m, site, &h));
     LLAMA__TRY(rocq_matmul(m->ctx, &project));
     m->last = rocq_tensor_slice(&m->logits, 1, n - 1, 1);
@@ -1273,17 +1324,14 @@ static rocq_result llama__make_memory(llama_model *m) {
         const rocq_scale_params scale = {.y = &m->head_norm, .x = &m->output_norm,
                                          .scale = m->logit_scale};
         LLAMA__TRY(rocq_scale(m->ctx, &scale));
-        m->output_norm = m->head_norm;
     }
-    for (int32_t i = 0; i < m->n_layers; i++) { // gemma4's router reads x / sqrt(n_embd)
-        rocq_tensor *norm = &m->layers[i].router_norm, to = m->router_norms;
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        const rocq_tensor *norm = &m->layers[i].router_norm;
         if (norm->n_dims == 0) continue;
-        to = rocq_tensor_slice(&to, 1, i, 1);
-        to.n_dims = 1;
+        const rocq_tensor to = llama__router_norm(m, i);
         const rocq_scale_params scale = {.y = &to, .x = norm,
                                          .scale = 1 / sqrtf((float)m->n_embd)};
         LLAMA__TRY(rocq_scale(m->ctx, &scale));
-        *norm = to;
     }
     return llama__plan(m);
 }
@@ -1558,7 +1606,17 @@ static inline rocq_result llama_scale_lora(llama_model *m, int32_t i, float scal
 // Bodies of the interface
 // ---------------------------------------------------------------------------------------------
 
+static rocq_result llama__check_share(llama_model *m) {
+    const llama_model *from = m->options.share;
+    if (!from) return ROCQ_OK;
+    if (!from->ctx) return llama__fail(m, ROCQ_E_STATE, "the model to share with is not open");
+    if (from->ctx == m->ctx && from->file == m->file) return ROCQ_OK;
+    return llama__fail(m, ROCQ_E_ARGUMENT, "the model to share with is of another %s",
+                       from->ctx == m->ctx ? "file" : "context");
+}
+
 static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
+    LLAMA__TRY(llama__check_share(m));
     m->few = rocq_operand_format(m->ctx, ROCQ_Q8_0, 1, m->options.precision);
     m->many = rocq_operand_format(m->ctx, ROCQ_Q8_0, LLAMA__FEW + 1, m->options.precision);
     LLAMA__TRY(llama__read_config(m, file));
@@ -1585,9 +1643,13 @@ static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
 static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_gguf *file,
                                      const llama_options *options) {
     char error[sizeof m->error];
+    if (options && options->share == m) { // which stays as it is
+        return llama__fail(m, ROCQ_E_ARGUMENT, "a model cannot share with itself");
+    }
     memset(m, 0, sizeof *m);
     if (!ctx || !file) return llama__fail(m, ROCQ_E_ARGUMENT, "there is no context or no file");
     m->ctx = ctx;
+    m->file = file;
     if (options) m->options = *options;
     const rocq_result result = llama__done(m, llama__open(m, file));
     if (result != ROCQ_OK) {
@@ -1606,8 +1668,11 @@ static inline void llama_close(llama_model *m) {
         llama__free(m, m->staged, llama__staged_size(m));
         llama__free(m, m->places, llama__places_size(m));
         rocq_buffer_free(m->ctx, &m->slots);
-        rocq_buffer_free(m->ctx, &m->experts);
-        rocq_buffer_free(m->ctx, &m->weights);
+        if (m->n_users && --*m->n_users == 0) {
+            rocq_buffer_free(m->ctx, &m->experts);
+            rocq_buffer_free(m->ctx, &m->weights);
+            llama__free(m, m->n_users, sizeof *m->n_users);
+        }
         llama__free(m, m->layers, (size_t)m->n_layers * sizeof(llama_layer));
         llama__free_adapters(m, &m->adapters);
     }

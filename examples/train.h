@@ -60,7 +60,8 @@ typedef struct train_options { // 0 = default, as everywhere in rocq
                           // 1, which stays
     bool moments8;        // AdamW's moments in 8 bits, 1 byte and a bit instead of 4 each
     bool take_weights;    // without rank: the model's own weights are freed as soon as they are
-                          // copied, and the model can only be closed from then on
+                          // copied, and the model can only be closed from then on; E_STATE while
+                          // another model shares them (llama_options.share)
     rocq_precision precision; // of products; default F32 on the CPU, F16 on a GPU, where with F32
                               // activations and weights are F32 too. INT8: of frozen weights in
                               // the forward, as inference has it; faster, and less exact
@@ -1174,6 +1175,9 @@ static rocq_result train__open(trainer *t, const train_options *options) {
                            "qwen2, qwen3, gemma2 and gpt2", m->family);
     }
     TRAIN__TRY(train__set_options(t, options));
+    if (t->options.take_weights && *m->n_users > 1) {
+        return train__fail(t, ROCQ_E_STATE, "options: take_weights, but another model shares them");
+    }
     t->tied = memcmp(&m->output, &m->embedding, sizeof m->output) == 0;
     TRAIN__TRY(train__allocate(t, &t->layers, size));
     TRAIN__TRY(train__list(t));

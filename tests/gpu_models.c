@@ -26,6 +26,7 @@ static rocq_result create_kv(rocq_ctx *ctx, rocq_kv **kv, const rocq_kv_desc *de
 #include "models.h"
 
 #include "expert_memory.h"
+#include "sharing.h"
 
 // One model on all devices.
 typedef struct trio {
@@ -448,6 +449,21 @@ static void test_expert_memory(void **state) {
     }
 }
 
+// Weights in planes on the device, which several models use; experts beside them, in host memory.
+static void test_sharing(void **state) {
+    static const model_spec cases[] = {
+        {"gpu-shared-qwen3", "qwen3", .n_embd = 64, .n_heads = 2, .n_kv_heads = 1, .head_dim = 32,
+         .n_ff = 96, .n_vocab = 301, .formats = q4_0},
+        {"gpu-shared-qwen3moe", "qwen3moe", .n_embd = 64, .n_heads = 2, .n_kv_heads = 1,
+         .head_dim = 32, .n_ff = 64, .n_vocab = 301, .formats = q4_0, .n_experts = 5, .n_used = 2}};
+    (void)state;
+    for (int k = 0; k < 2; k++) {
+        const char *path = model_path(cases[k].name);
+        model_write(contexts[CPU], &cases[k], path, NULL);
+        check_sharing(contexts[k == 0 ? GPU_GRAPH : GPU_ONE_BY_ONE], path, k == 0 ? 0 : 30000);
+    }
+}
+
 // What a quantized cache brings into the logits, of keys with a few large elements: the NMSE over a
 // prompt, against a cache in F32 on the same device. As tests/test_llama.c, which has llama.cpp
 // beside the CPU backend.
@@ -518,6 +534,7 @@ int main(int argc, char **argv) {
                                        cmocka_unit_test(test_qwen3), cmocka_unit_test(test_gemma2),
                                        cmocka_unit_test(test_gpt2), cmocka_unit_test(test_others),
                                        cmocka_unit_test(test_expert_memory),
+                                       cmocka_unit_test(test_sharing),
                                        cmocka_unit_test(test_outliers),
                                        cmocka_unit_test(test_mixtures),
                                        cmocka_unit_test_prestate(test_families, &some)};

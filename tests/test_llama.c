@@ -20,6 +20,7 @@
 #include "models.h"
 
 #include "expert_memory.h"
+#include "sharing.h"
 
 enum { N_PROMPT = 61, N_GREEDY = 12, N_CTX = 128 };
 
@@ -1844,6 +1845,182 @@ static void test_expert_memory(void **state) {
     }
 }
 
+// Weights in the file, interleaved, with factors for two lengths, scaled when opened, with states
+// instead of a cache, in experts with and without a budget.
+static void test_sharing(void **state) {
+    static const char *const names[] = {
+        "llama-Q8_0", "llama-Q4_K", "llama-factors", "phi-long", "qwen3-F32", "gemma2-F32",
+        "gemma4-F32", "gemma4moe-F32", "granite-F32", "lfm2-F32", "qwen35-F32", "qwen35moe-F32",
+        "qwen3moe-Q8_0", "gpt-oss-MXFP4", "gpt2-F32"};
+    enum { N = sizeof names / sizeof *names };
+    int n_found = 0;
+    (void)state;
+    for (int k = 0; k < N; k++) {
+        for (int32_t i = 0; i < N_SPECS; i++) {
+            const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1 + k % 2};
+            rocq_ctx *ctx = NULL;
+            if (strcmp(names[k], specs[i].name) != 0) continue;
+            n_found++;
+            write_model(&specs[i], NULL);
+            assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+            check_sharing(ctx, model_path(names[k]), 0);
+            if (specs[i].n_experts > 0) check_sharing(ctx, model_path(names[k]), 300000);
+            rocq_close(&ctx);
+        }
+    }
+    assert_int_equal(n_found, N);
+}
+
+// Adapters of one model are not those of another with the same weights.
+static void test_sharing_adapters(void **state) {
+    enum { N = 2 };
+    const model_spec s = {"shared", "qwen3", SIZES(64, 2, 1, 32, 96, 301), .formats = q8_0};
+    const size_t size = (size_t)N_RUN * (size_t)s.n_vocab * sizeof(float);
+    float *plain = floats(N_RUN * s.n_vocab), *logits = floats(N_RUN * s.n_vocab), *want[N];
+    llama_options options = {.n_ctx = N_CTX, .n_batch = 16, .n_logits = 5};
+    int32_t tokens[N_RUN];
+    rocq_gguf *file[N];
+    llama_lora loras[N];
+    ours o, other;
+    (void)state;
+    write_model(&s, NULL);
+    random_prompt(tokens, s.n_vocab, 7);
+    for (int32_t i = N_PROMPT; i < N_RUN; i++) tokens[i] = tokens[i - N_PROMPT];
+    ours_open(&o, model_path(s.name), 1, &options);
+    eval_run(&o, tokens, plain);
+    for (int i = 0; i < N; i++) {
+        const rocq_gguf_desc from = {.path = model_path(i ? "shared 1" : "shared 0")};
+        model_write_lora(o.ctx, &s, from.path, 4, 8, 5 + (uint64_t)i);
+        assert_int_equal(rocq_gguf_open(o.ctx, &file[i], &from), ROCQ_OK);
+        loras[i].name = from.path;
+        loras[i].file = file[i];
+        loras[i].scale = 1;
+        want[i] = floats(N_RUN * s.n_vocab);
+        assert_int_equal(llama_set_loras(&o.m, &loras[i], 1), ROCQ_OK);
+        eval_run(&o, tokens, want[i]);
+        assert_true(nmse(want[i], plain, s.n_vocab) > 0.003);
+    }
+    assert_int_equal(llama_set_loras(&o.m, NULL, 0), ROCQ_OK);
+    other = o;
+    options.share = &o.m;
+    assert_int_equal(llama_open(&other.m, o.ctx, o.file, &options), ROCQ_OK);
+    for (int way = 0; way < 4; way++) { // of the other, then of both, of the first, then it is gone
+        if (way == 0) assert_int_equal(llama_set_loras(&other.m, &loras[0], 1), ROCQ_OK);
+        if (way == 1) assert_int_equal(llama_set_loras(&o.m, &loras[1], 1), ROCQ_OK);
+        if (way == 2) assert_int_equal(llama_set_loras(&other.m, NULL, 0), ROCQ_OK);
+        if (way == 3) {
+            llama_close(&o.m);
+        } else {
+            eval_run(&o, tokens, logits);
+            assert_memory_equal(logits, way == 0 ? plain : want[1], size);
+        }
+        eval_run(&other, tokens, logits);
+        assert_memory_equal(logits, way < 2 ? want[0] : plain, size);
+    }
+    llama_close(&other.m);
+    for (int i = 0; i < N; i++) {
+        rocq_gguf_close(&file[i]);
+        free(want[i]);
+    }
+    ours_close(&o);
+    free(logits);
+    free(plain);
+}
+
+static struct {
+    int64_t n, live, fail_at; // requests, blocks in use, the request that gets nothing (-1: none)
+} host;
+
+static void *host_alloc(size_t size, void *user) {
+    (void)user;
+    void *block = host.n++ == host.fail_at ? NULL : malloc(size);
+    host.live += block != NULL;
+    return block;
+}
+
+static void host_free(void *block, size_t size, void *user) {
+    (void)size;
+    (void)user;
+    host.live--;
+    free(block);
+}
+
+// Whether the failure is this one, and nothing is left of it, either in the model or of weights.
+static void check_refused(llama_model *m, rocq_result result, rocq_result want, const char *why) {
+    static const llama_model closed;
+    const size_t after = offsetof(llama_model, error) + sizeof m->error;
+    assert_int_equal(result, want);
+    if (!strstr(m->error, why)) fail_msg("\"%s\" does not say: %s", m->error, why);
+    assert_memory_equal(m, &closed, offsetof(llama_model, error));
+    assert_memory_equal((char *)m + after, (const char *)&closed + after, sizeof *m - after);
+}
+
+// What cannot be shared, and every allocation denied in turn: the other model is as it was.
+static void test_sharing_fails(void **state) {
+    const model_spec s = {"unshared", "gpt2", SIZES(64, 2, 2, 32, 96, 301), .formats = q4_0};
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1,
+                            .allocator = {host_alloc, host_free, NULL}};
+    const rocq_gguf_desc from = {.path = model_path(s.name)};
+    const llama_options plain = {.n_ctx = 16, .interleave = 1};
+    static llama_model a, b; // closed
+    llama_options options = plain;
+    float *want = floats(s.n_vocab);
+    rocq_ctx *ctx[2] = {NULL, NULL};
+    rocq_gguf *file[2] = {NULL, NULL};
+    int32_t token = 5;
+    (void)state;
+    write_model(&s, NULL);
+    host.fail_at = -1;
+    for (int i = 0; i < 2; i++) assert_int_equal(rocq_open(&ctx[i], &desc), ROCQ_OK);
+    for (int i = 0; i < 2; i++) assert_int_equal(rocq_gguf_open(ctx[0], &file[i], &from), ROCQ_OK);
+    assert_int_equal(rocq_reserve(ctx[0], 1 << 20), ROCQ_OK); // which stays, whatever fails
+    for (int sharing = 0; sharing < 2; sharing++) { // also of the one that loads
+        llama_model *m = sharing ? &b : &a;
+        rocq_result result = ROCQ_E_MEMORY;
+        options.share = sharing ? &a : NULL;
+        for (int64_t i = 0; result != ROCQ_OK; i++) {
+            const int64_t live = host.live;
+            host.fail_at = host.n + i;
+            result = llama_open(m, ctx[0], file[0], &options);
+            host.fail_at = -1;
+            if (result != ROCQ_OK) check_refused(m, result, ROCQ_E_MEMORY, "memory");
+            else assert_true(i > 5);
+            assert_true(result == ROCQ_OK || host.live == live);
+            assert_int_equal(sharing ? *a.n_users : 1, sharing && result == ROCQ_OK ? 2 : 1);
+        }
+        if (sharing) continue;
+        assert_int_equal(llama_eval(&a, &token, 1, NULL), ROCQ_OK);
+        memcpy(want, rocq_tensor_data(&a.last), (size_t)s.n_vocab * sizeof *want);
+    }
+    llama_close(&b);
+    const int64_t live = host.live;
+    check_refused(&b, llama_open(&b, ctx[1], file[0], &options), ROCQ_E_ARGUMENT, "context");
+    check_refused(&b, llama_open(&b, ctx[0], file[1], &options), ROCQ_E_ARGUMENT, "another file");
+    check_refused(&b, llama_open(&b, ctx[0], NULL, &options), ROCQ_E_ARGUMENT, "no file");
+    options.n_ctx = a.n_ctx_train + 1;
+    check_refused(&b, llama_open(&b, ctx[0], file[0], &options), ROCQ_E_BOUNDS, "positions");
+    options.n_ctx = 16;
+    options.kv_format = "q3_K";
+    check_refused(&b, llama_open(&b, ctx[0], file[0], &options), ROCQ_E_FORMAT, "q3_K");
+    options.kv_format = NULL;
+    options.share = &b;
+    check_refused(&b, llama_open(&b, ctx[0], file[0], &options), ROCQ_E_ARGUMENT, "itself");
+    const llama_model closed = b;
+    options.share = &closed;
+    check_refused(&b, llama_open(&b, ctx[0], file[0], &options), ROCQ_E_STATE, "not open");
+    options.share = &a;
+    assert_int_equal(llama_open(&a, ctx[0], file[0], &options), ROCQ_E_ARGUMENT); // stays open
+    assert_true(host.live == live && *a.n_users == 1);
+    a.n_past = 0;
+    assert_int_equal(llama_eval(&a, &token, 1, NULL), ROCQ_OK);
+    assert_memory_equal(want, rocq_tensor_data(&a.last), (size_t)s.n_vocab * sizeof *want);
+    llama_close(&a);
+    for (int i = 0; i < 2; i++) rocq_gguf_close(&file[i]);
+    for (int i = 0; i < 2; i++) rocq_close(&ctx[i]);
+    assert_int_equal(host.live, 0);
+    free(want);
+}
+
 // Interleaved or in the file, the weights give the same logits. They are left in the file where the
 // caller says so, and where there is a budget, which a model in its file does not count against.
 static void test_interleaved(void **state) {
@@ -1996,7 +2173,7 @@ int main(int argc, char **argv) {
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32",
                                             "gemma2-F32"};
     static struct CMUnitTest
-        tests[N_SPECS + N_ADAPTED + N_CACHES + 2 * N_BATCHES + 4 + 16 + N_SAVED];
+        tests[N_SPECS + N_ADAPTED + N_CACHES + 2 * N_BATCHES + 4 + 19 + N_SAVED];
     static char names[N_BATCHES][64], slice_names[N_BATCHES][64], forget_names[4][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_SPECS; i++) {
@@ -2035,6 +2212,9 @@ int main(int argc, char **argv) {
     tests[n++] = (struct CMUnitTest){.name = "mixed layers", .test_func = test_mixed};
     tests[n++] = (struct CMUnitTest){.name = "expert memory", .test_func = test_expert_memory};
     tests[n++] = (struct CMUnitTest){.name = "interleaved weights", .test_func = test_interleaved};
+    tests[n++] = (struct CMUnitTest){.name = "shared weights", .test_func = test_sharing};
+    tests[n++] = (struct CMUnitTest){.name = "shared, loras", .test_func = test_sharing_adapters};
+    tests[n++] = (struct CMUnitTest){.name = "shared, failures", .test_func = test_sharing_fails};
     tests[n++] = (struct CMUnitTest){.name = "suppressed tokens", .test_func = test_suppressed};
     tests[n++] = (struct CMUnitTest){.name = "contradictions", .test_func = test_contradictions};
     tests[n++] = (struct CMUnitTest){.name = "other families", .test_func = test_unknown};

@@ -996,6 +996,17 @@ static void bad_calls_are_refused(void **state) {
     memset(&how, 0, sizeof how);
     how.n_tokens = 65; // it has learned 64 positions
     expect_refused(&other, train_open(&other, &r.model, &how), ROCQ_E_BOUNDS, "64 positions");
+    llama_model sharing; // weights that another model uses, or that are gone
+    llama_options shared = {0};
+    shared.share = &r.model;
+    how.n_tokens = 8;
+    how.take_weights = true;
+    assert_int_equal(llama_open(&sharing, r.ctx, r.file, &shared), ROCQ_OK);
+    expect_refused(&other, train_open(&other, &r.model, &how), ROCQ_E_STATE, "shares them");
+    llama_close(&sharing);
+    assert_int_equal(train_open(&r.t, &r.model, &how), ROCQ_OK);
+    assert_int_not_equal(llama_open(&sharing, r.ctx, r.file, &shared), ROCQ_OK);
+    assert_true(strlen(sharing.error) > 0 && *r.model.n_users == 1);
     rig_close(&r);
 #ifdef SIZES
     static const model_spec strange = {"train gemma3", "gemma3", SIZES(64, 2, 1, 32, 96, 301),
