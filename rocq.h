@@ -5238,14 +5238,14 @@ extern long syscall(long number, ...);
 // wakes threads, takes the CPU that it runs on from those that they may use; all others they keep.
 // If a sandbox refuses that, nothing changes.
 static void rocq__team_keep_off(rocq__team *team) {
-    enum { BITS = 8 * (int)sizeof(unsigned long) };
+    const unsigned bits = 8 * sizeof(unsigned long);
     unsigned long cpus[ROCQ__CPU_WORDS];
     unsigned cpu = 0;
     if (syscall(SYS_getcpu, &cpu, NULL, NULL) != 0) return;
-    if (cpu >= (unsigned)(BITS * ROCQ__CPU_WORDS)) return;
+    if (cpu >= sizeof cpus * 8) return;
     if ((int32_t)cpu == team->caller_cpu && team->n_kept_off == team->n_started) return;
     memcpy(cpus, team->cpus, sizeof cpus);
-    cpus[cpu / BITS] &= ~(1ul << cpu % BITS);
+    cpus[cpu / bits] &= ~(1ul << cpu % bits);
     team->caller_cpu = (int32_t)cpu;
     team->n_kept_off = 0;
     for (int32_t i = 0; i < team->n_started; i++) {
