@@ -264,6 +264,25 @@ static void code_objects_are_read_with_care(void **state) {
     rocq_close(&ctx);
     remove(path);
     assert_int_equal(rocq_open(&ctx, &from_file), ROCQ_E_NO_KERNELS);
+    log_count failures = {0};
+    from_file.kernels_path = "no\x1b[1m\nkernels";
+    from_file.log = count_failures;
+    from_file.log_user = &failures;
+    assert_int_equal(rocq_open(&ctx, &from_file), ROCQ_E_NO_KERNELS);
+    assert_non_null(strstr(failures.error, "'no?[1m?kernels'"));
+    file = fopen("rocq_test\x1b.co", "wb"); // too short
+    assert_non_null(file);
+    assert_int_equal(fwrite(image, 1, 32, file), 32);
+    fclose(file);
+    from_file.kernels_path = "rocq_test\x1b.co";
+    assert_int_equal(rocq_open(&ctx, &from_file), ROCQ_E_NO_KERNELS);
+    assert_non_null(strstr(failures.error, "rocq_test?.co: not a whole"));
+    remove("rocq_test\x1b.co");
+    char end[6]; // as rocq_info has it of a long path: from a whole character on
+    rocq__copy_end(end, sizeof end, "/long/\xc3\xa9\xc3\xa9.co");
+    assert_string_equal(end, "\xc3\xa9.co");
+    rocq__copy_end(end, sizeof end, "/\xc3\xa9\xc3\xa9\xc3\xa9");
+    assert_string_equal(end, "\xc3\xa9\xc3\xa9");
 
     for (int64_t cut = 1; cut < size; cut++) { // a file that ends early
         unsigned char *part = (unsigned char *)malloc((size_t)cut);
