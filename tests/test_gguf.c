@@ -1462,7 +1462,8 @@ static void paths_are_shown_in_one_line(void **state) {
         {".gguf", I32, 0, 2, -1, ROCQ_E_ARGUMENT, "?[1m.gguf' is the first of 2"},
         {"-00001-of-00002.gguf", I32, 0, 2, -1, ROCQ_E_IO,
          "gguf: file 2 of 2: gguf: cannot open '" TMP "_?[1m-00002-of-00002.gguf'"},
-        {"-00001-of-00002.gguf", I32, 0, 2, 0, ROCQ_E_CORRUPT, "?[1m-00002-of-00002.gguf' is number"},
+        {"-00001-of-00002.gguf", I32, 0, 2, 0, ROCQ_E_CORRUPT,
+         "?[1m-00002-of-00002.gguf' is number"},
     };
     (void)state;
     rocq_ctx *ctx = open_ctx(NULL);
