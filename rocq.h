@@ -22261,8 +22261,11 @@ static rocq__attention_grid rocq__attention_cut(rocq_ctx *ctx, const rocq_attent
                                    : ROCQ_K_attention_group_256;
     } else if (steps && decode && g.n_tiles == 1 && (group == 1 || heads <= chip->n_units)) {
         const int64_t most = (int64_t)site.n * site.k / ROCQ__ATTENTION_FLIGHT;
-        const int64_t runs =
-            heads <= ROCQ__COUNTERS ? ROCQ__ATTENTION_BLOCKS * chip->n_units / heads : 1;
+        // As many blocks as are resident at once; rocq__limit_waves leaves room on a compute unit
+        // for one in each four waves.
+        const int64_t blocks = ROCQ__MIN((int64_t)ROCQ__ATTENTION_BLOCKS * chip->n_units,
+                                         (int64_t)ctx->gpu->max_waves * chip->n_units / 4);
+        const int64_t runs = heads <= ROCQ__COUNTERS ? blocks / heads : 1;
         g.runs = ROCQ__MAX(ROCQ__MIN(runs, most), 1);
         g.n_splits = group * g.runs;
         g.kernel = site.k == 64 ? ROCQ_K_attention_step_64 : ROCQ_K_attention_step_128;
