@@ -48,7 +48,7 @@ typedef struct job {
 
 static bool fail(const char *what, const char *why) {
     char name[512];
-    snprintf(name, sizeof name, "%s", what);
+    snprintf(name, sizeof name, "%.511s", what);
     rocq_message_clean(name, sizeof name); // as it is in rocq's messages
     if (strstr(why, name)) fprintf(stderr, "perplexity: %s\n", why);
     else fprintf(stderr, "perplexity: %s: %s\n", name, why);

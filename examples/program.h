@@ -36,7 +36,7 @@ typedef struct shown_path {
 
 static inline shown_path shown(const char *path) {
     shown_path name;
-    snprintf(name.text, sizeof name.text, "%s", path);
+    snprintf(name.text, sizeof name.text, "%.511s", path);
     rocq_message_clean(name.text, sizeof name.text);
     return name;
 }
