@@ -326,11 +326,13 @@
    --------
    Every call that can fail returns a rocq_result: 0, or a negative code of the table at >>results.
    rocq_error(ctx) is the message: op, argument, value found, value expected; rocq_desc.log gets it
-   too, as soon as it arises. Functions without a context (tensors, formats, arenas, occupancy,
-   metadata) return only the code. A call that fails leaves its outputs untouched and leaks nothing,
-   and the context stays usable, except after E_LOST. Shapes, strides, bounds, alignment, formats,
-   overlap and overflow are checked in every build before anything runs. Values in device memory
-   (ids, positions, lengths, pages) are checked by the kernels, and rocq_sync reports bad ones.
+   too, as soon as it arises. It is one line of UTF-8, in which '?' stands for bytes of a path or of
+   a name that are no printable character. Functions without a context (tensors, formats, arenas,
+   occupancy, metadata) return only the code. A call that fails leaves its outputs untouched and
+   leaks nothing, and the context stays usable, except after E_LOST. Shapes, strides, bounds,
+   alignment, formats, overlap and overflow are checked in every build before anything runs. Values
+   in device memory (ids, positions, lengths, pages) are checked by the kernels, and rocq_sync
+   reports bad ones.
 
    A GPU fault is another matter: a kernel of the process, of rocq or not, that accesses memory
    which is not mapped or runs an invalid instruction, or a GPU that hangs and is reset. What
@@ -1722,6 +1724,11 @@ ROCQ_DEF const char *rocq_result_message(rocq_result result);
 // (rocq_tensor_init, arenas) leave it as it was; so do E_NOT_FOUND of a GGUF reader and those
 // failures of a thread_safe pool that only go to rocq_desc.log (rocq_pool_alloc).
 ROCQ_DEF const char *rocq_error(const rocq_ctx *ctx);
+
+// Makes a message that snprintf has written to size bytes what rocq_error and rocq_desc.log give:
+// one line of UTF-8. Bytes that are no printable character of UTF-8, of a path say, become '?', and
+// a last character of which the size has cut a part is left out.
+ROCQ_DEF void rocq_message_clean(char *message, size_t size);
 
 // -- context --
 
@@ -4326,6 +4333,58 @@ struct rocq_ctx {
 // ---------------------------------------------------------------------------------------------
 // Error messages, lines for desc.log, and text for functions of the caller's, such as reports.
 
+// Bytes of a UTF-8 character, by its first one; 0 where no character begins so.
+static int64_t rocq__utf8_claim(unsigned char c) {
+    if (c < 0x80) return 1;
+    return c < 0xc2 || c > 0xf4 ? 0 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : 4;
+}
+
+// Bytes of the UTF-8 character that text, of n bytes, begins with; 0 where it begins with none, or
+// with one that would not stay in its place of a line: a control character, a line separator or one
+// that embeds, overrides or isolates a direction of writing.
+static int64_t rocq__utf8_length(const char *text, int64_t n) {
+    const unsigned char *s = (const unsigned char *)text, c = s[0];
+    const int64_t length = rocq__utf8_claim(c);
+    if (c < 32 || c == 127 || length == 0 || length > n) return 0;
+    uint32_t code = length == 1 ? c : c & (0x7fu >> length);
+    for (int64_t i = 1; i < length; i++) {
+        if ((s[i] & 0xc0u) != 0x80) return 0;
+        code = code << 6 | (s[i] & 0x3fu);
+    }
+    const bool overlong = (length == 3 && code < 0x800) || (length == 4 && code < 0x10000);
+    if (overlong || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return 0;
+    if ((code >= 0x80 && code < 0xa0) || (code >= 0x2028 && code <= 0x202e)) return 0;
+    return code >= 0x2066 && code <= 0x2069 ? 0 : length;
+}
+
+// The end of a text: its last bytes, at most so many, from a whole character on.
+static const char *rocq__text_end(const char *text, size_t most) {
+    const size_t length = strlen(text);
+    if (length <= most) return text;
+    text += length - most;
+    while (((unsigned char)*text & 0xc0) == 0x80) text++;
+    return text;
+}
+
+ROCQ_DEF void rocq_message_clean(char *message, size_t size) {
+    int64_t n = message ? (int64_t)strlen(message) : 0;
+    if (n > 0 && (size_t)n + 1 >= size) { // full: it may have been cut
+        int64_t last = n - 1;
+        while (last > 0 && ((unsigned char)message[last] & 0xc0) == 0x80) last--;
+        if (rocq__utf8_claim((unsigned char)message[last]) > n - last) message[n = last] = '\0';
+    }
+    for (int64_t i = 0, length; i < n; i += ROCQ__MAX(length, 1)) {
+        length = rocq__utf8_length(message + i, n - i);
+        if (length == 0) message[i] = '?';
+    }
+}
+
+// Writes a message.
+static void rocq__message(char *to, size_t size, const char *format, va_list args) {
+    vsnprintf(to, size, format, args);
+    rocq_message_clean(to, size);
+}
+
 // Logs the message of a call that failed, once. What the program cancels is not an error to it.
 static void rocq__log_failure(rocq_ctx *ctx, rocq_result result) {
     const rocq_log_level level = result == ROCQ_E_CANCELLED ? ROCQ_LOG_INFO : ROCQ_LOG_ERROR;
@@ -4338,7 +4397,7 @@ static rocq_result rocq__fail(rocq_ctx *ctx, rocq_result result, const char *for
     if (!ctx) return result;
     va_list args;
     va_start(args, format);
-    vsnprintf(ctx->error, sizeof ctx->error, format, args);
+    rocq__message(ctx->error, sizeof ctx->error, format, args);
     va_end(args);
     rocq__log_failure(ctx, result);
     return result;
@@ -4373,7 +4432,7 @@ static void rocq__log(rocq_ctx *ctx, rocq_log_level level, const char *format, .
     va_list args;
     if (!ctx->desc.log) return;
     va_start(args, format);
-    vsnprintf(message, sizeof message, format, args);
+    rocq__message(message, sizeof message, format, args);
     va_end(args);
     ctx->desc.log(level, message, ctx->desc.log_user);
 }
@@ -7222,24 +7281,6 @@ static const char *rocq__gguf_type_name(uint32_t type_id) {
     }
 }
 
-// Bytes of the UTF-8 character that text, of n bytes, begins with; 0 where it begins with none, or
-// with one that would not stay in its place of a line: a control character, a line separator or one
-// that embeds, overrides or isolates a direction of writing.
-static int64_t rocq__utf8_length(const char *text, int64_t n) {
-    const unsigned char *s = (const unsigned char *)text, c = s[0];
-    const int64_t length = c < 0x80 ? 1 : c < 0xc2 ? 0 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : 4;
-    if (c < 32 || c == 127 || c > 0xf4 || length == 0 || length > n) return 0;
-    uint32_t code = length == 1 ? c : c & (0x7fu >> length);
-    for (int64_t i = 1; i < length; i++) {
-        if ((s[i] & 0xc0u) != 0x80) return 0;
-        code = code << 6 | (s[i] & 0x3fu);
-    }
-    const bool overlong = (length == 3 && code < 0x800) || (length == 4 && code < 0x10000);
-    if (overlong || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return 0;
-    if ((code >= 0x80 && code < 0xa0) || (code >= 0x2028 && code <= 0x202e)) return 0;
-    return code >= 0x2066 && code <= 0x2069 ? 0 : length;
-}
-
 // The start of a name, for messages: bytes that are no printable character of UTF-8 become '?'.
 typedef struct rocq__label {
     char text[65];
@@ -7267,11 +7308,9 @@ static rocq_result rocq__gguf_bad(const rocq_gguf *file, const rocq__gguf_index 
     char place[sizeof(rocq__label) + 7] = "";
     rocq__label name = rocq__label_of("", 0);
     if (file->path) {
-        const int64_t length = (int64_t)strlen(file->path);
-        int64_t cut = ROCQ__MAX(length + 1 - (int64_t)sizeof name.text, 0);
-        while (cut > 0 && (file->path[cut] & 0xc0) == 0x80) cut++; // inside of a character
-        snprintf(place, sizeof place, "'%s%s', ", cut > 0 ? "..." : "",
-                 rocq__label_of(file->path + cut, length - cut).text);
+        const char *end = rocq__text_end(file->path, sizeof name.text - 1);
+        snprintf(place, sizeof place, "'%s%s', ", end > file->path ? "..." : "",
+                 rocq__label_of(end, (int64_t)strlen(end)).text);
     }
     if (!index) {
         return rocq__fail(file->ctx, result, "gguf: %sbyte %lld: %s: %llu", place, (long long)at,
@@ -7896,12 +7935,15 @@ static rocq_result rocq__gguf_split(const rocq_gguf *file, const char *path, con
 // Opens the file at desc->path, appends it to the row, and checks that it is file i of n.
 static rocq_result rocq__gguf_open_other(rocq_gguf *file, const rocq_gguf_desc *desc, int32_t i,
                                          int32_t n) {
-    char why[256];
+    char why[sizeof file->ctx->error];
     int64_t number, count;
     rocq_gguf *other;
-    rocq_result result = rocq__gguf_open_one(file->ctx, &other, desc);
+    rocq__attempt attempt;
+    rocq__attempt_begin(file->ctx, &attempt);
+    const rocq_result result = rocq__gguf_open_one(file->ctx, &other, desc);
+    memcpy(why, file->ctx->error, sizeof why);
+    rocq__attempt_end(file->ctx, &attempt, result, true); // this message tells which file, too:
     if (result != ROCQ_OK) {
-        snprintf(why, sizeof why, "%.255s", rocq_error(file->ctx));
         return rocq__fail(file->ctx, result, "gguf: file %d of %d: %s", (int)i + 1, (int)n, why);
     }
     other->base = rocq__gguf_end(file);
@@ -19502,8 +19544,8 @@ static rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op) {
 
 // Copies a string. If it is too long its beginning is left out, since the end of a path says most.
 static void rocq__copy_end(char *to, size_t size, const char *from) {
-    const size_t length = strlen(from), kept = ROCQ__MIN(length, size - 1);
-    memcpy(to, from + length - kept, kept + 1);
+    const char *end = rocq__text_end(from, size - 1);
+    memcpy(to, end, strlen(end) + 1);
 }
 
 typedef struct rocq__hip_symbol {
@@ -19635,6 +19677,7 @@ static void rocq__hip_tried(rocq_ctx *ctx, rocq_log_level level, const char *nam
     va_start(args, format);
     vsnprintf(entry + length + 2, sizeof entry - length - 2, format, args);
     va_end(args);
+    rocq_message_clean(entry, sizeof entry);
     rocq__log(ctx, level, "HIP runtime: %s", entry);
     if (ctx->tried_cut) return;
     ctx->tried_cut = used + 2 + strlen(entry) + sizeof more > sizeof ctx->tried;
@@ -22259,8 +22302,11 @@ static rocq__attention_grid rocq__attention_cut(rocq_ctx *ctx, const rocq_attent
                                    : ROCQ_K_attention_group_256;
     } else if (steps && decode && g.n_tiles == 1 && (group == 1 || heads <= chip->n_units)) {
         const int64_t most = (int64_t)site.n * site.k / ROCQ__ATTENTION_FLIGHT;
-        const int64_t runs =
-            heads <= ROCQ__COUNTERS ? ROCQ__ATTENTION_BLOCKS * chip->n_units / heads : 1;
+        // As many blocks as are resident at once; rocq__limit_waves leaves room on a compute unit
+        // for one in each four waves.
+        const int64_t blocks = ROCQ__MIN((int64_t)ROCQ__ATTENTION_BLOCKS * chip->n_units,
+                                         (int64_t)ctx->gpu->max_waves * chip->n_units / 4);
+        const int64_t runs = heads <= ROCQ__COUNTERS ? blocks / heads : 1;
         g.runs = ROCQ__MAX(ROCQ__MIN(runs, most), 1);
         g.n_splits = group * g.runs;
         g.kernel = site.k == 64 ? ROCQ_K_attention_step_64 : ROCQ_K_attention_step_128;
@@ -26275,7 +26321,7 @@ static rocq_result rocq__pool_fail(rocq_pool *pool, rocq_result result, const ch
     char message[256];
     va_list args;
     va_start(args, format);
-    vsnprintf(message, sizeof message, format, args);
+    rocq__message(message, sizeof message, format, args);
     va_end(args);
     if (!pool->thread_safe) return rocq__fail(pool->ctx, result, "%s", message);
     rocq__log(pool->ctx, ROCQ_LOG_ERROR, "%s", message);

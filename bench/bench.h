@@ -92,6 +92,8 @@
 #include "../examples/ds.h"
 
 #include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
@@ -1098,6 +1100,39 @@ BENCH_FN const bench_result *bench_run(bench *b, const bench_case *c) {
 // Opening and closing
 // ---------------------------------------------------------------------------------------------
 
+// Reads a whole number that fits an int, and moves *text behind it. False where there is none.
+BENCH_FN bool bench__whole(const char **text, int *number) {
+    char *end;
+    if (**text < '0' || **text > '9') return false; // else " 1", +1, -1
+    const long long value = strtoll(*text, &end, 10); // of one that does not fit, the largest
+    *text = end;
+    *number = (int)value;
+    return value <= INT_MAX;
+}
+
+// Takes the value of an option that has one. False: it is wrong.
+BENCH_FN bool bench__option(bench *b, const char *name, const char *value) {
+    if (!strcmp(name, "--json")) b->json = value;
+    else if (!strcmp(name, "--device")) {
+        b->device = value;
+        return !strcmp(value, "auto") || !strcmp(value, "cpu") || !strcmp(value, "gpu");
+    } else if (!strcmp(name, "--kernels")) b->kernels = value;
+    else if (!strcmp(name, "--threads")) {
+        return bench__whole(&value, &b->n_threads) && *value == '\0' && b->n_threads > 0;
+    } else if (!strcmp(name, "--seconds")) {
+        char *end;
+        b->seconds = strtod(value, &end);
+        return end > value && *end == '\0' && b->seconds > 0 && isfinite(b->seconds);
+    } else { // --turns
+        b->turns = true;
+        signal(SIGPIPE, SIG_IGN);
+        return bench__whole(&value, &b->turn_in) && *value++ == ',' &&
+               bench__whole(&value, &b->turn_out) && *value == '\0' &&
+               fcntl(b->turn_in, F_GETFD) >= 0 && fcntl(b->turn_out, F_GETFD) >= 0;
+    }
+    return true;
+}
+
 BENCH_FN bool bench__options(bench *b, int argc, char **argv) {
     b->filters = (char **)bench_alloc(argc * (int64_t)sizeof *b->filters);
     b->device = "auto";
@@ -1112,16 +1147,15 @@ BENCH_FN bool bench__options(bench *b, int argc, char **argv) {
             return false;
         }
         i += takes;
-        if (!strcmp(a, "--json")) b->json = value;
-        else if (!strcmp(a, "--device")) b->device = value;
-        else if (!strcmp(a, "--kernels")) b->kernels = value;
-        else if (!strcmp(a, "--threads")) b->n_threads = atoi(value);
-        else if (!strcmp(a, "--seconds")) b->seconds = atof(value);
-        else if (!strcmp(a, "--turns")) {
-            b->turns = sscanf(value, "%d,%d", &b->turn_in, &b->turn_out) == 2;
-            signal(SIGPIPE, SIG_IGN);
+        if (takes && !bench__option(b, a, value)) {
+            fprintf(stderr, "%s: %s cannot be \"%s\": --device is auto, cpu or gpu; --threads is a"
+                    " whole number, --seconds a number, both positive; --turns is two open file"
+                    " descriptors\n",
+                    b->program, a, value);
+            return false;
         }
-        else if (!strcmp(a, "--warm")) b->cold = false;
+        if (takes) continue;
+        if (!strcmp(a, "--warm")) b->cold = false;
         else if (!strcmp(a, "--disturb")) b->disturbed = true;
         else if (!strcmp(a, "--tiny")) b->tiny = true, b->cold = false;
         else if (a[0] != '-') b->filters[b->n_filters++] = argv[i];
@@ -1132,13 +1166,6 @@ BENCH_FN bool bench__options(bench *b, int argc, char **argv) {
                     b->program);
             return false;
         }
-    }
-    const bool known = !strcmp(b->device, "auto") || !strcmp(b->device, "cpu") ||
-        !strcmp(b->device, "gpu");
-    if (!known || b->n_threads < 0 || !(b->seconds > 0)) {
-        fprintf(stderr, "%s: --device is auto, cpu or gpu; --threads and --seconds are positive\n",
-                b->program);
-        return false;
     }
     if (b->disturbed && b->turns) { // two programs would disturb each other twice
         fprintf(stderr, "%s: --disturb and --turns exclude each other\n", b->program);
@@ -1175,7 +1202,10 @@ BENCH_FN bool bench_open(bench *b, int argc, char **argv, const char *program) {
     memset(b, 0, sizeof *b);
     b->program = program;
     b->cold = true;
-    if (!bench__options(b, argc, argv)) return false;
+    if (!bench__options(b, argc, argv)) {
+        free(b->filters);
+        return false;
+    }
 
     const time_t now = time(NULL);
     struct tm utc;

@@ -270,7 +270,7 @@ static bool load_tuning(run *r, bool *tuned) {
     if (loaded == ROCQ_E_MAGIC) {
         return fail(r->o.tuning, "holds something else than tuning results");
     }
-    fprintf(stderr, "generate: %s: %s\n", r->o.tuning, rocq_error(r->ctx));
+    fail(r->o.tuning, rocq_error(r->ctx)); // which is no reason to stop
     return true;
 }
 

@@ -337,7 +337,7 @@ static rocq_result llama__fail(llama_model *m, rocq_result result, const char *f
     va_start(args, format);
     vsnprintf(m->error, sizeof m->error, format, args);
     va_end(args);
-    lora_one_line(m->error);
+    rocq_message_clean(m->error, sizeof m->error);
     return result;
 }
 
@@ -1587,7 +1587,7 @@ static inline rocq_result llama_set_loras(llama_model *m, const llama_lora *lora
         char why[sizeof m->error];
         memcpy(why, m->error, sizeof why);
         snprintf(m->error, sizeof m->error, "%.200s: %.300s", q.name, why);
-        lora_one_line(m->error);
+        rocq_message_clean(m->error, sizeof m->error);
     }
     return result;
 }

@@ -22,21 +22,13 @@ typedef struct lora_pair { // what a file has for one weight
     float scale;       // alpha / rank, or 1
 } lora_pair;
 
-// Replaces control characters, which may come from names and texts of a file, so that a message
-// stays one line.
-static void lora_one_line(char *error) {
-    for (; *error; error++) {
-        if ((unsigned char)*error < ' ') *error = '?';
-    }
-}
-
 // Writes to error, of 512 bytes, one line that says why.
 static rocq_result lora_fail(char *error, rocq_result result, const char *format, ...) {
     va_list args;
     va_start(args, format);
     vsnprintf(error, 512, format, args);
     va_end(args);
-    lora_one_line(error);
+    rocq_message_clean(error, 512);
     return result;
 }
 

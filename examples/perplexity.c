@@ -47,8 +47,11 @@ typedef struct job {
 } job;
 
 static bool fail(const char *what, const char *why) {
-    if (strstr(why, what)) fprintf(stderr, "perplexity: %s\n", why);
-    else fprintf(stderr, "perplexity: %s: %s\n", what, why);
+    char name[512];
+    snprintf(name, sizeof name, "%.511s", what);
+    rocq_message_clean(name, sizeof name); // as it is in rocq's messages
+    if (strstr(why, name)) fprintf(stderr, "perplexity: %s\n", why);
+    else fprintf(stderr, "perplexity: %s: %s\n", name, why);
     return false;
 }
 

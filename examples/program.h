@@ -29,9 +29,26 @@
 // Failures, time, terminal
 // ---------------------------------------------------------------------------------------------
 
+// A path as it is in rocq's messages.
+typedef struct shown_path {
+    char text[512];
+} shown_path;
+
+static inline shown_path shown(const char *path) {
+    shown_path name;
+    snprintf(name.text, sizeof name.text, "%.511s", path);
+    rocq_message_clean(name.text, sizeof name.text);
+    return name;
+}
+
+// what: a file, an option. It is left out where why, which may be rocq's message, names it.
 static inline bool fail(const char *what, const char *why) {
-    if (strstr(why, what)) fprintf(stderr, PROGRAM ": %s\n", why);
-    else fprintf(stderr, PROGRAM ": %s: %s\n", what, why);
+    const shown_path name = shown(what);
+    const bool named = strstr(why, name.text) != NULL;
+    char line[1100];
+    snprintf(line, sizeof line, "%s%s%s", named ? "" : name.text, named ? "" : ": ", why);
+    rocq_message_clean(line, sizeof line);
+    fprintf(stderr, PROGRAM ": %s\n", line);
     return false;
 }
 
@@ -276,6 +293,16 @@ static inline bool same_file(const char *a, const char *b) {
     return n_folders == 2 && folder[0].st_dev == folder[1].st_dev &&
            folder[0].st_ino == folder[1].st_ino && strcmp(name[0], name[1]) == 0;
 #else
+    return false;
+#endif
+}
+
+static inline bool is_pipe(const char *path) {
+#if !defined(_WIN32)
+    struct stat file;
+    return stat(path, &file) == 0 && S_ISFIFO(file.st_mode);
+#else
+    (void)path;
     return false;
 #endif
 }

@@ -86,9 +86,7 @@ static rocq_result safetensors__fail(safetensors_file *f, rocq_result result, co
     va_start(args, format);
     vsnprintf(f->error, sizeof f->error, format, args);
     va_end(args);
-    for (char *c = f->error; *c; c++) {
-        if ((unsigned char)*c < ' ') *c = '?'; // of a name: the message stays one line
-    }
+    rocq_message_clean(f->error, sizeof f->error);
     return result;
 }
 

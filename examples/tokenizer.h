@@ -111,9 +111,7 @@ static rocq_result tok__fail(tokenizer *t, rocq_result result, const char *forma
     va_start(args, format);
     vsnprintf(t->error, sizeof t->error, format, args);
     va_end(args);
-    for (char *c = t->error; *c; c++) {
-        if ((unsigned char)*c < ' ') *c = '?'; // of the file's texts: the message stays one line
-    }
+    rocq_message_clean(t->error, sizeof t->error);
     return result;
 }
 

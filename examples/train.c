@@ -264,7 +264,11 @@ static bool read_line(run *r, const char *path, const char *line, int64_t n, int
                         : (text ? prompt || rest : !prompt || !rest)
                             ? "has neither \"text\" nor \"prompt\" and \"completion\""
                             : NULL;
-    if (wrong) fprintf(stderr, PROGRAM ": %s: line %.0f %s\n", path, (double)number, wrong);
+    if (wrong) {
+        char why[96];
+        snprintf(why, sizeof why, "line %.0f %s", (double)number, wrong);
+        fail(path, why);
+    }
     const bool good = !wrong && add_document(r, path, string(text ? "" : prompt),
                                              string(text ? text : rest), list);
     cJSON_Delete(json);
@@ -524,7 +528,7 @@ static void read_csv(run *r, int64_t last) {
     if (!in) return;
     fclose(in);
     if (arrlen(r->records) < last) {
-        printf("log        %s has %d of the %lld rows up to there\n", r->o.csv,
+        printf("log        %s has %d of the %lld rows up to there\n", shown(r->o.csv).text,
                (int)arrlen(r->records), (long long)last);
     }
 }
@@ -642,10 +646,11 @@ static bool save(run *r) {
     return train_save(&r->t, r->o.checkpoint) == ROCQ_OK || fail(r->o.checkpoint, r->t.error);
 }
 
-// What can never be written is refused before the training, not after it.
+// What can never be written is refused before the training, not after it. A file that exists is
+// left as it is. A pipe is only opened to write: its reader would take the close for the end.
 static bool can_write(run *r, const char *path) {
     rocq_file *file = NULL;
-    if (!path) return true;
+    if (!path || is_pipe(path)) return true;
     if (!create_file(r->ctx, &file, path)) return false;
     rocq_file_close(&file, false);
     return true;
@@ -726,7 +731,9 @@ static bool whole_run(run *r) {
         return fail("--format", "can be f32, f16 or bf16");
     }
     if (!open_model(r) || !open_trainer(r) || !open_data(r) || !resume(r)) return false;
-    if (!can_write(r, r->o.checkpoint) || !can_write(r, r->o.out)) return false;
+    if (!can_write(r, r->o.checkpoint) || !can_write(r, r->o.csv) || !can_write(r, r->o.out)) {
+        return false;
+    }
     if (r->o.stats && rocq_profile_start(r->ctx, &profile) != ROCQ_OK) {
         return fail("profile", rocq_error(r->ctx));
     }

@@ -233,6 +233,7 @@ static rocq_result train__fail(trainer *t, rocq_result result, const char *forma
     va_start(args, format);
     vsnprintf(t->error, sizeof t->error, format, args);
     va_end(args);
+    rocq_message_clean(t->error, sizeof t->error);
     return result;
 }
 

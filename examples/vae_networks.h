@@ -21,6 +21,7 @@ static rocq_result vae__fail(vae_model *m, rocq_result result, const char *forma
     va_start(args, format);
     vsnprintf(m->error, sizeof m->error, format, args);
     va_end(args);
+    rocq_message_clean(m->error, sizeof m->error);
     return result;
 }
 

@@ -2,8 +2,11 @@
 // the tensors cover what lies behind the header, each is found by its name, and nothing may leak.
 //
 //     clang -std=c11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
-//         -I. tests/fuzz_safetensors.c -o .build/fuzz_safetensors -lcjson -lm
+//         -I. tests/fuzz_safetensors.c -o .build/fuzz_safetensors -lcjson -lm -ldl -lpthread
 //     .build/fuzz_safetensors .build/new-inputs tests/corpus/safetensors
+#define ROCQ_IMPLEMENTATION
+#include "../rocq.h"
+
 #include "../examples/safetensors.h"
 
 #define CHECK(condition)                                               \

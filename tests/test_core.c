@@ -1322,9 +1322,49 @@ static void cancelling_is_no_error_of_the_log(void **state) {
     rocq_close(&ctx);
 }
 
+// A message of any text is a line of UTF-8, and what is too long ends with a whole character.
+static void messages_are_one_line_of_utf8(void **state) {
+    (void)state;
+    static const struct { const char *text; size_t size; const char *message; } cases[] = {
+        {"", 1, ""}, {"", 8, ""}, {"plain", 6, "plain"},
+        {"a\tb\x1b[31m\x7f\n", 64, "a?b?[31m?\?"}, {"\xc2\x9b\xe2\x80\xa8", 64, "?\?\?\?\?"},
+        {"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80", 10, "\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80"},
+        {"ab\xc3", 4, "ab"}, {"ab\xe2\x82", 5, "ab"}, {"ab\xf0\x9f\x98", 6, "ab"}, {"\xe2", 2, ""},
+        {"ab\xc3", 5, "ab?"}, {"ab\xe2\x82", 64, "ab?\?"}, // not cut, but no UTF-8
+        {"ab\x82", 4, "ab?"}, {"\xff\xff", 3, "?\?"}, {"\xc3z\xc3", 4, "?z"}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char text[64];
+        snprintf(text, sizeof text, "%s", cases[i].text);
+        rocq_message_clean(text, cases[i].size);
+        if (strcmp(text, cases[i].message) != 0) fail_msg("case %d gave %s", (int)i, text);
+    }
+    rocq_message_clean(NULL, 0);
+
+    log_entry entry = {0};
+    rocq_ctx *ctx = NULL;
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1, .log = log_keep,
+                            .log_user = &entry};
+    assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+    for (int letters = 0; letters < 3; letters++) { // the cut moves through a character
+        char path[640] = "xx";
+        rocq_file *file = NULL;
+        path[letters] = '\0';
+        while (strlen(path) < 630) strcat(path, "\xe2\x82\xac");
+        assert_true(rocq_file_open(ctx, &file, path) != ROCQ_OK);
+        const char *message = rocq_error(ctx), *euros = strchr(message, '\xe2');
+        assert_string_equal(entry.text, message);
+        assert_in_range(strlen(message), sizeof ctx->error - 3, sizeof ctx->error - 1);
+        assert_non_null(euros);
+        assert_int_equal(strlen(euros) % 3, 0);
+        assert_memory_equal(path + letters, euros, strlen(euros));
+    }
+    rocq_close(&ctx);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(results_have_names_and_stable_codes),
+        cmocka_unit_test(messages_are_one_line_of_utf8),
         cmocka_unit_test(cancelling_is_no_error_of_the_log),
         cmocka_unit_test(slices_are_hard_to_misuse),
         cmocka_unit_test(open_fills_in_defaults),

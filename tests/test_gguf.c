@@ -61,9 +61,11 @@ static void counter_free(void *ptr, size_t size, void *user) {
 }
 
 static char last_error[512];
+static int n_logged;
 
 static void log_keep(rocq_log_level level, const char *message, void *user) {
     (void)level;
+    n_logged++;
     (void)user;
     snprintf(last_error, sizeof last_error, "%s", message);
 }
@@ -1442,6 +1444,74 @@ static void tensors_of_two_files_are_told_apart_by_name(void **state) {
     rocq_close(&ctx);
 }
 
+// A path is shown without its control characters by whatever refuses it, and a failure is logged
+// once, also that of a second file.
+static void paths_are_shown_in_one_line(void **state) {
+    enum { STR = ROCQ_GGUF_STRING, I32 = ROCQ_GGUF_I32 };
+    static const struct {
+        const char *end;    // of the first file's name
+        int type;           // of its split.count
+        int32_t no, count;
+        int32_t other;      // split.no of a second file; -1: there is none
+        rocq_result result;
+        const char *says;
+    } cases[] = {
+        {".gguf", STR, 0, 2, -1, ROCQ_E_TYPE, "?[1m.gguf' does not read"},
+        {".gguf", I32, 0, 10000, -1, ROCQ_E_UNSUPPORTED, "?[1m.gguf' is one of 10000"},
+        {".gguf", I32, 1, 2, -1, ROCQ_E_UNSUPPORTED, "?[1m.gguf' is file 2"},
+        {".gguf", I32, 0, 2, -1, ROCQ_E_ARGUMENT, "?[1m.gguf' is the first of 2"},
+        {"-00001-of-00002.gguf", I32, 0, 2, -1, ROCQ_E_IO,
+         "gguf: file 2 of 2: gguf: cannot open '" TMP "_?[1m-00002-of-00002.gguf'"},
+        {"-00001-of-00002.gguf", I32, 0, 2, 0, ROCQ_E_CORRUPT,
+         "?[1m-00002-of-00002.gguf' is number"},
+    };
+    (void)state;
+    rocq_ctx *ctx = open_ctx(NULL);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const char *const ends[2] = {cases[i].end, "-00002-of-00002.gguf"};
+        char paths[2][96];
+        for (int k = 0; k < 2; k++) {
+            blob b = {0};
+            snprintf(paths[k], sizeof paths[k], TMP "_\x1b[1m%s", ends[k]);
+            if (k == 1 && cases[i].other < 0) continue;
+            put_header(&b, 3, 0, 2);
+            put_str(&b, "split.no");
+            put_int(&b, I32, 4);
+            put_int(&b, (uint64_t)(k ? cases[i].other : cases[i].no), 4);
+            put_str(&b, "split.count");
+            put_int(&b, (uint64_t)cases[i].type, 4);
+            if (cases[i].type == STR) put_str(&b, "two");
+            else put_int(&b, (uint64_t)cases[i].count, 4);
+            put_zeros(&b, b.size + 64);
+            write_blob(paths[k], b.data, b.size);
+            arrfree(b.data);
+        }
+        rocq_gguf *file = NULL;
+        const rocq_gguf_desc desc = {.path = paths[0]};
+        n_logged = 0;
+        assert_result(rocq_gguf_open(ctx, &file, &desc), cases[i].result);
+        assert_int_equal(n_logged, 1);
+        assert_string_equal(rocq_error(ctx), last_error);
+        if (!strstr(last_error, cases[i].says)) fail_msg("%d: %s", (int)i, last_error);
+        for (int k = 0; k < 2; k++) remove(paths[k]);
+    }
+    static const char nowhere[] = TMP "_none\x1b[1m\n/x";
+    rocq_gguf *file = NULL;
+    rocq_gguf_writer *writer = NULL;
+    rocq_file *out = NULL;
+    const rocq_gguf_desc in = {.path = nowhere};
+    const rocq_gguf_writer_desc to = {.path = nowhere};
+    for (int i = 0; i < 3; i++) {
+        n_logged = 0;
+        assert_result(i == 0   ? rocq_gguf_open(ctx, &file, &in)
+                      : i == 1 ? rocq_gguf_writer_open(ctx, &writer, &to)
+                               : rocq_file_open(ctx, &out, nowhere), ROCQ_E_IO);
+        assert_int_equal(n_logged, 1);
+        if (!strstr(last_error, "'" TMP "_none?[1m?/x'")) fail_msg("%s", last_error);
+    }
+    rocq_close(&ctx);
+}
+
 static void paths_that_do_not_work_say_so(void **state) {
     (void)state;
     rocq_ctx *ctx = open_ctx(NULL);
@@ -2376,6 +2446,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(messages_are_one_clean_line),
         cmocka_unit_test(messages_keep_utf8),
         cmocka_unit_test(splits_of_a_wrong_type_name_the_file),
+        cmocka_unit_test(paths_are_shown_in_one_line),
         cmocka_unit_test(tensors_of_two_files_are_told_apart_by_name),
         cmocka_unit_test(many_names_are_found),
         cmocka_unit_test(offsets_beyond_4_gib_work),

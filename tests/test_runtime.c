@@ -264,6 +264,25 @@ static void code_objects_are_read_with_care(void **state) {
     rocq_close(&ctx);
     remove(path);
     assert_int_equal(rocq_open(&ctx, &from_file), ROCQ_E_NO_KERNELS);
+    log_count failures = {0};
+    from_file.kernels_path = "no\x1b[1m\nkernels";
+    from_file.log = count_failures;
+    from_file.log_user = &failures;
+    assert_int_equal(rocq_open(&ctx, &from_file), ROCQ_E_NO_KERNELS);
+    assert_non_null(strstr(failures.error, "'no?[1m?kernels'"));
+    file = fopen("rocq_test\x1b.co", "wb"); // too short
+    assert_non_null(file);
+    assert_int_equal(fwrite(image, 1, 32, file), 32);
+    fclose(file);
+    from_file.kernels_path = "rocq_test\x1b.co";
+    assert_int_equal(rocq_open(&ctx, &from_file), ROCQ_E_NO_KERNELS);
+    assert_non_null(strstr(failures.error, "rocq_test?.co: not a whole"));
+    remove("rocq_test\x1b.co");
+    char end[6]; // as rocq_info has it of a long path: from a whole character on
+    rocq__copy_end(end, sizeof end, "/long/\xc3\xa9\xc3\xa9.co");
+    assert_string_equal(end, "\xc3\xa9.co");
+    rocq__copy_end(end, sizeof end, "/\xc3\xa9\xc3\xa9\xc3\xa9");
+    assert_string_equal(end, "\xc3\xa9\xc3\xa9");
 
     for (int64_t cut = 1; cut < size; cut++) { // a file that ends early
         unsigned char *part = (unsigned char *)malloc((size_t)cut);
@@ -768,6 +787,18 @@ static void waves_are_limited_by_lds(void **state) {
             assert_int_equal(rocq_get_occupancy(&p, &o), ROCQ_OK);
             if (o.waves != waves / 2) fail_msg("attention_step at %d waves: %g", waves, o.waves);
         }
+        // Attention is cut in as many of them as fit on all units at once, and at most two a unit.
+        const int64_t q_ne[3] = {128, 1, 1}, kv_ne[3] = {128, 1, 2048};
+        rocq_tensor q = device_tensor(ctx, ROCQ_F32, 128, 1),
+                    out = device_tensor(ctx, ROCQ_F32, 128, 1),
+                    kv = device_tensor(ctx, ROCQ_F16, 128, 2048);
+        assert_int_equal(rocq_tensor_reshape(&q, &q, 3, q_ne), ROCQ_OK);
+        assert_int_equal(rocq_tensor_reshape(&out, &out, 3, q_ne), ROCQ_OK);
+        assert_int_equal(rocq_tensor_reshape(&kv, &kv, 3, kv_ne), ROCQ_OK);
+        const rocq_attention_params attention = {.out = &out, .q = &q, .k = &kv, .v = &kv};
+        const rocq__attention_grid g = rocq__attention_cut(ctx, &attention);
+        assert_int_equal(g.kernel, ROCQ_K_attention_step_128);
+        assert_int_equal(g.runs, info.n_units * (waves < 8 ? waves : 8) / 4);
         assert_true(ctx->gpu->block_lds < last); // with more of it fewer fit
         last = ctx->gpu->block_lds;
         rocq_close(&ctx);

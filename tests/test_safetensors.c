@@ -139,6 +139,7 @@ static void test_bad(void **state) {
         {"{\"__metadata__\":[]}", 0, ROCQ_E_CORRUPT, "no object"},
         {"{\"__metadata__\":{},\"__metadata__\":{}}", 0, ROCQ_E_CORRUPT, "twice"},
         {"{\"a\":" T("F32", "2", "0,8"), 8, ROCQ_E_CORRUPT, "no JSON object"},
+        {"{\"a\\n\\u009b\x7f\":null}", 0, ROCQ_E_CORRUPT, "tensor a???? is no object"},
         {"{} {}", 0, ROCQ_E_CORRUPT, "ends before the header"},
         {"[]", 0, ROCQ_E_MAGIC, "does not begin with {"},
         {" {}", 0, ROCQ_E_MAGIC, "does not begin with {"},
@@ -156,6 +157,17 @@ static void test_bad(void **state) {
                      bad[i].says);
         }
         assert_true(!f.tensors && !f.header && f.n_tensors == 0);
+    }
+    for (int letters = 0; letters < 2; letters++) { // 100 bytes of a name, to inside of a character
+        char header[300] = "{\"x", says[200] = "tensor x";
+        header[2 + letters] = says[7 + letters] = '\0';
+        for (int i = 0; i < 60; i++) strcat(header, "\xc3\xa9");
+        for (int i = 0; i < 50 - letters; i++) strcat(says, "\xc3\xa9");
+        strcat(header, "\":null}");
+        strcat(says, letters ? "? is no object" : " is no object");
+        const int64_t size = build(file, header, 0, 0);
+        assert_int_equal(safetensors_open_memory(&f, file, size), ROCQ_E_CORRUPT);
+        assert_string_equal(f.error, says);
     }
     for (int shift = 27; shift < 64; shift++) { // a length that no header has
         memset(file, 0, 8);

@@ -472,14 +472,47 @@ static void test_bad_input(void **state) {
     expect_kept(WITH("--budget", "1K"), "at least");
     expect_kept(WITH("--bogus"), "--bogus");
     expect_kept(WITH("--context", "1"), "--context cannot be");
-    expect_failure(WITH("--csv", FOLDER "/none/x.csv"), "none/x.csv");
-    write_file(OUT, "precious");
-    const outcome *o = WITH("--checkpoint", FOLDER "/none/x.gguf"); // before a step is done
+    const outcome *o = WITH("--csv", FOLDER "/none/x.csv"); // before a step is done
+    expect_kept(o, "none/x.csv");
+    assert_null(strstr(o->out, "step "));
+    o = WITH("--csv", FOLDER); // a folder
+    expect_kept(o, FOLDER);
+    assert_null(strstr(o->out, "step "));
+    write_file(CSV, "kept");
+    o = RUN(small_path, "--data", TEXT_FILE, USUAL, "--steps", "2", "--csv", CSV, "--out",
+            FOLDER "/none/x.gguf");
+    expect_kept(o, "none/x.gguf");
+    size_t size;
+    char *text = bytes_of(CSV, &size);
+    assert_string_equal(text, "kept"); // as it is, where something else is refused
+    free(text);
+    expect_kept(WITH("--csv", FOLDER "/no\x1b[1m\n/x.csv"), FOLDER "/no?[1m?/x.csv");
+    expect_kept(WITH("--eval", FOLDER "/no\x1b[1m\n"), FOLDER "/no?[1m?: cannot be opened");
+    o = WITH("--checkpoint", FOLDER "/none/x.gguf"); // before a step is done
     expect_kept(o, "none/x.gguf");
     assert_null(strstr(o->out, "step "));
     o = RUN(small_path, "--data", TEXT_FILE, USUAL, "--steps", "2", "--out", FOLDER "/none/x.gguf");
     expect_failure(o, "none/x.gguf");
     assert_null(strstr(o->out, "step "));
+}
+
+// A pipe is opened once: its reader has all of the CSV.
+static void test_csv_to_a_pipe(void **state) {
+    (void)state;
+    char *text = NULL;
+    size_t size;
+    assert_int_equal(system("cd " FOLDER " && rm -f pipe piped read && mkfifo pipe && "
+                            "(timeout 60 cat pipe >piped; mv piped read) >/dev/null 2>&1 &"), 0);
+    expect_success(RUN(small_path, "--data", TEXT_FILE, USUAL, "--steps", "2", "--csv",
+                       FOLDER "/pipe"));
+    for (int i = 0; i < 100 && !text; i++) {
+        text = bytes_of(FOLDER "/read", &size);
+        if (!text) nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
+    }
+    assert_non_null(text);
+    assert_ptr_equal(strstr(text, csv_head), text);
+    assert_non_null(strstr(text, "\n2,"));
+    free(text);
 }
 
 // The sum that a checkpoint should hold: of its fingerprint, train.user and all other tensors.
@@ -622,6 +655,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_resume),        cmocka_unit_test(test_interrupt),
         cmocka_unit_test(test_full_disk),     cmocka_unit_test(test_killed),
         cmocka_unit_test(test_plot),          cmocka_unit_test(test_bad_input),
+        cmocka_unit_test(test_csv_to_a_pipe),
         cmocka_unit_test(test_foreign_checkpoints), cmocka_unit_test(test_forged_checkpoints),
         cmocka_unit_test(test_texts),
         cmocka_unit_test(test_not_finite),    cmocka_unit_test(test_no_memory),
