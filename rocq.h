@@ -15026,11 +15026,32 @@ static void rocq__attend_multiply(const rocq__attend *a, const rocq__attend_prod
     ROCQ__EITHER(a->simd, rocq__attend_multiply, (p));
 }
 
+#if ROCQ__HAS_AVX2
+// Decodes a row of F16 or BF16, of n elements, a multiple of 16.
+ROCQ__TARGET_AVX512 static void rocq__attend_widen_avx512(rocq_format format, float *to,
+                                                          const void *from, int64_t n) {
+    const __m512 none = _mm512_setzero_ps();
+    for (int64_t i = 0; format == ROCQ_F16 && i < n; i += 16) {
+        _mm512_storeu_ps(to + i, rocq__wide_load(ROCQ_F16, false, from, from, i, none));
+    }
+    for (int64_t i = 0; format == ROCQ_BF16 && i < n; i += 16) {
+        _mm512_storeu_ps(to + i, rocq__wide_load(ROCQ_BF16, false, from, from, i, none));
+    }
+}
+#endif
+
 // Decodes the rows of k or v at positions [begin, begin + n_keys).
 static void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *rows, int64_t seq,
                                 int64_t begin, int64_t n_keys, float *tile) {
     for (int64_t j = 0; j < n_keys; j++) {
         const unsigned char *from = rows->base + rocq__attend_row(a, begin + j, seq) * rows->step;
+#if ROCQ__HAS_AVX2
+        const bool halves = rows->format == ROCQ_F16 || rows->format == ROCQ_BF16;
+        if (a->wide && halves && a->head_dim % 16 == 0) {
+            rocq__attend_widen_avx512(rows->format, tile + j * a->pitch, from, a->head_dim);
+            continue;
+        }
+#endif
         rocq__decode(a->simd, rows->format, tile + j * a->pitch, from, a->head_dim);
     }
 }
