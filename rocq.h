@@ -174,8 +174,10 @@
    first op on the CPU that is large enough for them, or with the first read or upload of more than
    256 KiB. All of them share an op, or a whole recorded step (>>graphs), in chunks of microseconds;
    what one has not begun, another can take over. 50 microseconds after the last chunk they sleep,
-   until there is more, or rocq_close. On Linux the CPU that the caller runs on when it wakes them
-   is taken from those that they may use (their affinity), if there is one for each thread.
+   until there is more, or rocq_close. On Linux, where the process may use at least as many CPUs as
+   the context has threads, the CPU that the caller runs on is taken out of their affinity. Otherwise
+   they keep the affinity that the caller had when they were started; one that is set later is
+   overwritten.
 
    In a program with a job system of its own, rocq_desc.run_tasks has that do the work; the context
    then starts no threads. An op or step that is worth it asks once for n_threads tasks, each of
@@ -1726,8 +1728,8 @@ ROCQ_DEF const char *rocq_result_message(rocq_result result);
 ROCQ_DEF const char *rocq_error(const rocq_ctx *ctx);
 
 // Makes a message that snprintf has written to size bytes what rocq_error and rocq_desc.log give:
-// one line of UTF-8. Bytes that are no printable character of UTF-8, of a path say, become '?', and
-// a last character of which the size has cut a part is left out.
+// one line of UTF-8. A byte that is part of no printable character, in a path say, becomes '?', and
+// a last character that the size has cut is left out.
 ROCQ_DEF void rocq_message_clean(char *message, size_t size);
 
 // -- context --
@@ -4202,10 +4204,10 @@ typedef struct rocq__stage {
 enum { ROCQ__MAX_THREADS = 64 };
 
 #if ROCQ__HAS_THREADS && defined(__linux__)
-#define ROCQ__HAS_PLACES 1
-enum { ROCQ__CPU_WORDS = 1024 / (8 * (int)sizeof(unsigned long)) };
+#define ROCQ__HAS_AFFINITY 1
+enum { ROCQ__CPU_WORDS = 1024 / (8 * (int)sizeof(unsigned long)) }; // 1024 CPUs, a bit each
 #else
-#define ROCQ__HAS_PLACES 0
+#define ROCQ__HAS_AFFINITY 0
 #endif
 
 #if ROCQ__HAS_THREADS
@@ -4251,11 +4253,12 @@ typedef struct rocq__team {
     rocq__cond work;
     int32_t asleep;        // threads that wait for work, the calling one too (atomic)
     int32_t caller_asleep; // (atomic)
-#if ROCQ__HAS_PLACES // see rocq__team_keep_off
+#if ROCQ__HAS_AFFINITY // see rocq__team_keep_off
     unsigned long cpus[ROCQ__CPU_WORDS]; // those that the threads were started with, as bits
     int32_t ids[ROCQ__MAX_THREADS];      // of the threads, once they run, else 0 (atomic)
     bool keeps_off;                      // there is a CPU for each thread, the calling one too
-    int32_t caller_cpu, n_kept_off;      // threads that are kept off this one
+    int32_t caller_cpu;                  // the CPU that they are kept off
+    int32_t n_kept_off;                  // threads that were told so
 #endif
 #endif
     char apart[ROCQ__APART];
@@ -4379,7 +4382,7 @@ ROCQ_DEF void rocq_message_clean(char *message, size_t size) {
     }
 }
 
-// Writes a message.
+// vsnprintf, then rocq_message_clean.
 static void rocq__message(char *to, size_t size, const char *format, va_list args) {
     vsnprintf(to, size, format, args);
     rocq_message_clean(to, size);
@@ -5286,26 +5289,26 @@ static void rocq__team_sleep(rocq__team *team, int64_t seen, bool inside) {
 
 // -- where threads run --
 
-#if ROCQ__HAS_PLACES
+#if ROCQ__HAS_AFFINITY
 #if !defined(__cplusplus) // -std=c11 hides it
 extern long syscall(long number, ...);
+extern int sched_getcpu(void); // no system call, where it matters
 #endif
 
 // Linux may put a thread that wakes up on the CPU of the thread that woke it, though others are
-// idle: in a virtual machine it takes an idle CPU for one that is not to be had. The two then share
-// one CPU, until the scheduler moves one of them after 10 ms or more. So the caller, before it
-// wakes threads, takes the CPU that it runs on from those that they may use; all others they keep.
-// If a sandbox refuses that, nothing changes.
+// idle; this was seen in virtual machines, probably because an idle virtual CPU counts as
+// preempted. The two then take turns on one CPU for 10 ms or more. So the caller takes the CPU that
+// it runs on out of the affinity of the team's threads. Where a sandbox refuses that, they run as
+// before.
 static void rocq__team_keep_off(rocq__team *team) {
     const unsigned bits = 8 * sizeof(unsigned long);
     unsigned long cpus[ROCQ__CPU_WORDS];
-    unsigned cpu = 0;
-    if (syscall(SYS_getcpu, &cpu, NULL, NULL) != 0) return;
-    if (cpu >= sizeof cpus * 8) return;
-    if ((int32_t)cpu == team->caller_cpu && team->n_kept_off == team->n_started) return;
+    const int cpu = sched_getcpu();
+    if (cpu < 0 || (size_t)cpu >= 8 * sizeof cpus) return;
+    if (cpu == team->caller_cpu && team->n_kept_off == team->n_started) return;
     memcpy(cpus, team->cpus, sizeof cpus);
-    cpus[cpu / bits] &= ~(1ul << cpu % bits);
-    team->caller_cpu = (int32_t)cpu;
+    cpus[(unsigned)cpu / bits] &= ~(1ul << (unsigned)cpu % bits);
+    team->caller_cpu = cpu;
     team->n_kept_off = 0;
     for (int32_t i = 0; i < team->n_started; i++) {
         const int32_t id = rocq__load32(&team->ids[i]);
@@ -5361,6 +5364,9 @@ static void rocq__team_next(rocq__team *team, int32_t thread) {
         if (n_threads > 1 && !team->started && !ctx->desc.run_tasks) {
             rocq__team_start(team, ctx->desc.n_threads - 1);
         }
+#if ROCQ__HAS_AFFINITY
+        if (thread == 0 && team->keeps_off) rocq__team_keep_off(team);
+#endif
         rocq__team_wake(team);
 #endif
         return;
@@ -5527,12 +5533,6 @@ static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *
     team->cancellable = call != NULL;
     team->result = ROCQ_OK;
     team->skipped = 0;
-#if ROCQ__HAS_PLACES
-    if (team->keeps_off &&
-        (rocq__load32(&team->asleep) > 0 || team->n_kept_off < team->n_started)) {
-        rocq__team_keep_off(team);
-    }
-#endif
     rocq__store32(&team->running, 1);
     ctx->quiet = true; // a failure on another thread is logged here
     rocq__team_next(team, 0);
@@ -5561,7 +5561,7 @@ static void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task f
 
 static void rocq__team_thread(rocq__team *team) {
     const int32_t thread = rocq__fetch_add32(&team->n_joined, 1) + 1;
-#if ROCQ__HAS_PLACES
+#if ROCQ__HAS_AFFINITY
     rocq__store32(&team->ids[thread - 1], (int32_t)syscall(SYS_gettid));
 #endif
     rocq__team_work(team, thread, false);
@@ -5589,7 +5589,7 @@ static void rocq__team_start(rocq__team *team, int32_t n_threads) {
     pthread_mutex_init(&team->mutex, NULL);
     pthread_cond_init(&team->work, NULL);
 #endif
-#if ROCQ__HAS_PLACES
+#if ROCQ__HAS_AFFINITY
     int32_t n_cpus = 0;
     syscall(SYS_sched_getaffinity, 0, sizeof team->cpus, team->cpus); // may fail: they are 0 then
     for (int32_t i = 0; i < ROCQ__CPU_WORDS; i++) {
@@ -7942,7 +7942,7 @@ static rocq_result rocq__gguf_open_other(rocq_gguf *file, const rocq_gguf_desc *
     rocq__attempt_begin(file->ctx, &attempt);
     const rocq_result result = rocq__gguf_open_one(file->ctx, &other, desc);
     memcpy(why, file->ctx->error, sizeof why);
-    rocq__attempt_end(file->ctx, &attempt, result, true); // this message tells which file, too:
+    rocq__attempt_end(file->ctx, &attempt, result, true); // the message below says which file
     if (result != ROCQ_OK) {
         return rocq__fail(file->ctx, result, "gguf: file %d of %d: %s", (int)i + 1, (int)n, why);
     }
@@ -22323,8 +22323,8 @@ static rocq__attention_grid rocq__attention_cut(rocq_ctx *ctx, const rocq_attent
                                    : ROCQ_K_attention_group_256;
     } else if (steps && decode && g.n_tiles == 1 && (group == 1 || heads <= chip->n_units)) {
         const int64_t most = (int64_t)site.n * site.k / ROCQ__ATTENTION_FLIGHT;
-        // As many blocks as are resident at once; rocq__limit_waves leaves room on a compute unit
-        // for one in each four waves.
+        // As many blocks as are resident at once: at most max_waves / 4 on a compute unit
+        // (rocq__limit_waves).
         const int64_t blocks = ROCQ__MIN((int64_t)ROCQ__ATTENTION_BLOCKS * chip->n_units,
                                          (int64_t)ctx->gpu->max_waves * chip->n_units / 4);
         const int64_t runs = heads <= ROCQ__COUNTERS ? blocks / heads : 1;
@@ -30697,8 +30697,8 @@ static int64_t rocq__stand_in(rocq__node *node, unsigned char *memory) {
 
 enum { ROCQ__STAND_INS = 8 << 20 }; // bytes: an op that needs more (a large cache) is left out
 
-// Runs copies of the graph's ops with their stand-ins, in order, once: more passes leave the first
-// step no faster.
+// Runs copies of the graph's ops with their stand-ins, in order, once: the first step was as long
+// after passes of 0.5, 1 and 2 ms.
 static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     rocq__attempt attempt;
     rocq_result result = ROCQ_OK;
@@ -31258,6 +31258,7 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 #undef ROCQ__GELU_CUBIC
 #undef ROCQ__GELU_LINEAR
 #undef ROCQ__GGUF_WINDOW
+#undef ROCQ__HAS_AFFINITY
 #undef ROCQ__HAS_AVX_VNNI
 #undef ROCQ__HAS_AVX2
 #undef ROCQ__HAS_HIP
@@ -31266,7 +31267,6 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 #undef ROCQ__SDOT
 #undef ROCQ__TARGET_SDOT
 #undef ROCQ__HAS_OCCUPANCY
-#undef ROCQ__HAS_PLACES
 #undef ROCQ__HAS_PROFILE
 #undef ROCQ__HAS_STDIO
 #undef ROCQ__HAS_THREADS

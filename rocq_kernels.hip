@@ -9818,8 +9818,9 @@ KERNEL(argmax, rocq_k_argmax_args, 1024) {
 //           the token), and a radix search finds the number at which the target is reached,
 //           digit by digit from the top: a pass over the logits adds the masses up in 2048 bins,
 //           one for each value of the next digit. After each digit of a filter all candidates
-//           behind that bin are out (`cut`). As soon as all that are left make a list, the step
-//           goes on with it; as soon as those of that bin do, a list of them has the place.
+//           behind that bin are out (`cut`). As soon as all candidates that are left fit a list,
+//           the step goes on with that list. If only those of the bin fit one, a list of them
+//           gives the exact place. A draw ends when 1024 tokens are left, one a thread.
 // To get to a list at once: if k threads' own best candidates are at or before a rank, then so are
 // at least k candidates, and for a usual top_k not many more. The k-th of the threads' best is the
 // first cut.
@@ -9827,15 +9828,15 @@ KERNEL(argmax, rocq_k_argmax_args, 1024) {
 // Geometry: one block of 1024 threads; thread t takes the quads t, t + 1024, ... LDS 25 KB. work:
 // n_vocab floats, 16-byte aligned, used with recent or allowed; while recent is counted they are
 // the counts.
-// Bytes: logits once, then from the second-level cache for a usual top_k once more; otherwise for a
-// filter once for every digit, usually one, and once for its list, and for the draw once.
+// Bytes: logits once, and for a usual top_k once more from the second-level cache. Otherwise each
+// filter reads them once a digit, usually one, and once for its list, and the draw reads them once.
 
 enum {
     SAMPLE_BITS = 11,   // of the digit that a pass finds
     SAMPLE_BINS = 1 << SAMPLE_BITS,
     SAMPLE_LIST = 1024, // candidates of a list: one a thread
     SAMPLE_QUADS = 4,   // of a tile of logits
-    SAMPLE_NEAR = 26,   // bits of logits near the best one: see sample_digit
+    SAMPLE_NEAR = 26,   // a filter's first digit: logits less than 2^26 floats from the best one
     SAMPLE_TOP_K = 0, SAMPLE_TOP_P, SAMPLE_DRAW, // the steps
     SAMPLE_BY_RANK = 0, SAMPLE_BY_TOKEN,         // orders: of TOP_K and TOP_P, and of DRAW
     SAMPLE_UNSORTED
@@ -9853,11 +9854,12 @@ struct sample_state {
 };
 
 struct sample_work { // LDS
-    unsigned long long *mass;  // [SAMPLE_BINS] of the bins; of a list the keys, while it is sorted
-    uint32_t *count;           // [SAMPLE_BINS] candidates in the bins
-    unsigned long long *total; // [32] masses of the waves
-    uint32_t *totals;          // [32] candidates of the waves
-    uint32_t *listed;          // [1] candidates of the list
+    unsigned long long *mass;      // [SAMPLE_BINS] of the bins; of a list the keys, while it is
+                                   // sorted
+    uint32_t *count;               // [SAMPLE_BINS] candidates in the bins
+    unsigned long long *wave_mass; // [32] masses of the waves
+    uint32_t *wave_count;          // [32] candidates of the waves
+    uint32_t *listed;              // [1] candidates of the list
 };
 
 template <int mask> DEV uint64_t wave_xor64(uint64_t x) {
@@ -10044,8 +10046,9 @@ DEV void sample_collect(const sample_state &s, const sample_work &work, uint64_t
     block_sync_lds();
 }
 
-// Sorts a list by `order`, if it is not yet. A list just collected has ranks, unsorted, and is
-// first sorted by them; one that is sorted by the other order gets this order's keys here.
+// Sorts a list by `order`, if it is not yet. The keys of a list just collected are ranks, so such a
+// list has to be sorted BY_RANK first. One that is sorted by the other order gets this order's keys
+// here.
 DEV void sample_sort(const sample_state &s, const sample_work &work, int order, sample_list &list) {
     if (list.order == order) return;
     if (list.order != SAMPLE_UNSORTED && list.key != ~0ull) {
@@ -10096,9 +10099,10 @@ struct sample_search {
     uint64_t sum;           // of the masses of all candidates
     uint64_t prefix, front; // the digits found so far, and the masses of the numbers before them
     int shift;              // bits that are left to find
-    bool near;              // only numbers below 2^shift have been looked for
-    uint32_t n_front;       // candidates before the digits found so far, and that share them
-    uint32_t n_last;
+    bool near;              // the next digit is of numbers below 2^shift, but its last bin also has
+                            // all others
+    uint32_t n_front;       // candidates before the numbers that begin with the digits found so far
+    uint32_t n_last;        // candidates whose numbers begin with them
 };
 
 // Finds the bin in which the sum reaches the target, which is the next digit. False if target is
@@ -10110,20 +10114,20 @@ DEV bool sample_bin(const rocq_k_sample_args &a, const sample_state &s, const sa
     const uint32_t *own_n = work.count + 2 * thread_index();
     const uint64_t of_wave = wave_sum64(lget(own) + lget(own + 1));
     const uint64_t n_of_wave = wave_sum64(lget(own_n) + lget(own_n + 1));
-    if (lane_index() == 0) lput(work.total + wave_index(), of_wave);
-    if (lane_index() == 0) lput(work.totals + wave_index(), (uint32_t)n_of_wave);
+    if (lane_index() == 0) lput(work.wave_mass + wave_index(), of_wave);
+    if (lane_index() == 0) lput(work.wave_count + wave_index(), (uint32_t)n_of_wave);
     block_sync_lds();
-    const uint64_t totals = lget(work.total + lane_index());
+    const uint64_t masses = lget(work.wave_mass + lane_index());
     if (search.target == 0) {
-        search.sum = wave_sum64(totals);
+        search.sum = wave_sum64(masses);
         search.target = sample_target(a, step, search.sum);
     }
-    const int w = wave_reach(totals, search.front, search.target);
+    const int w = wave_reach(masses, search.front, search.target);
     if (w < 32) {
         const int at = 64 * w + 2 * (int)lane_index();
         const uint64_t pair = lget(work.mass + at) + lget(work.mass + at + 1);
         const int l = wave_reach(pair, search.front, search.target);
-        uint64_t n = (int)lane_index() < w ? lget(work.totals + lane_index()) : 0;
+        uint64_t n = (int)lane_index() < w ? lget(work.wave_count + lane_index()) : 0;
         if ((int)lane_index() < l) n += lget(work.count + at) + lget(work.count + at + 1);
         search.n_front += (uint32_t)wave_sum64(n);
         uint32_t bin = 64u * (uint32_t)w + 2u * (uint32_t)l;
@@ -10137,7 +10141,7 @@ DEV bool sample_bin(const rocq_k_sample_args &a, const sample_state &s, const sa
         search.prefix = search.prefix << digit | bin;
         search.shift -= digit;
         if (search.near && bin == SAMPLE_BINS - 1) {
-            search = {search.target, search.sum, 0, 0, 32 + s.width, false, 0, 0xffffffffu};
+            search = {search.target, search.sum, 0, 0, 32 + s.width, false, 0, 0};
         }
         search.near = false;
     }
@@ -10145,12 +10149,13 @@ DEV bool sample_bin(const rocq_k_sample_args &a, const sample_state &s, const sa
     return w < 32;
 }
 
-// Finds the next digit, as sample_bin.
+// Adds up the bins of the next digit, then finds the digit (sample_bin).
 //
 // The place that a filter looks for is usually near the best logit, but a first digit of all floats
 // would have most candidates in a few bins. So the first digit of a filter is one of numbers below
-// 2^(SAMPLE_NEAR + width) only, eight binary orders of magnitude; all others go to the last bin.
-// If the place is in that, the search starts anew with all floats.
+// 2^(SAMPLE_NEAR + width) only: of logits down to 1/256 of the best one or, if that is negative, to
+// 256 times it. All others go to the last bin. If the place is in that, the search starts anew with
+// all floats.
 DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
                       int step, sample_search &search) {
     // The last 7 bits of a token are a digit of their own. A wave reads 128 tokens at a time; they
@@ -10164,8 +10169,10 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
     }
     block_sync_lds();
     uint64_t quad = 0; // the masses of a quad, if they go to one bin
-    uint64_t far = 0;  // and those that this thread has for the last bin of the first digit,
-    uint32_t n_far = 0; // which would often be many additions to one address
+    // What this thread has for the last bin of a near digit: it is added once, since that bin often
+    // gets most candidates.
+    uint64_t far = 0;
+    uint32_t n_far = 0;
     sample_each(s, [&](bool live, float logit, uint32_t token) {
         const uint64_t rank = step == SAMPLE_DRAW ? token : sample_rank(s, logit, token);
         const uint32_t bin = (uint32_t)(rank >> shift) & ((1u << digit) - 1u);
@@ -10196,8 +10203,8 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
     return sample_bin(a, s, work, step, digit, search);
 }
 
-// Finds the place where the target is reached in a list in the step's order. front: the masses
-// before it. A filter drops what is behind the place; in DRAW the thread there stores its token.
+// Finds the place where the target is reached in a list in the step's order. front: the masses of
+// all candidates before the list. A filter drops what is behind the place; in DRAW the thread there stores its token.
 DEV void sample_place(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
                       int step, uint64_t front, sample_search &search, sample_list &list) {
     const uint32_t t = thread_index();
@@ -10205,7 +10212,7 @@ DEV void sample_place(const rocq_k_sample_args &a, const sample_state &s, const 
     const uint64_t own = list.key != ~0ull ? sample_mass(s, step, logit) : 0;
     uint64_t sum;
     if (t == 0) lput(work.listed, (uint32_t)list.n);
-    const uint64_t before = front + block_scan(own, work.total, sum);
+    const uint64_t before = front + block_scan(own, work.wave_mass, sum);
     if (search.target == 0) {
         search.sum = sum;
         search.target = sample_target(a, step, sum);
@@ -10223,12 +10230,12 @@ DEV void sample_place(const rocq_k_sample_args &a, const sample_state &s, const 
     block_sync_lds();
 }
 
-// Finds one digit of a filter. True if the cut is then exact; else either list has all candidates
-// that are left, or there are digits left to find.
+// Finds one digit of a filter. True if the cut is then exact. If not, `list` may now have all
+// candidates that are left; otherwise more digits have to be found.
 DEV bool sample_narrow(const rocq_k_sample_args &a, sample_state &s, const sample_work &work,
                        int step, sample_search &search, sample_list &list) {
     if (!sample_digit(a, s, work, step, search)) return true;
-    if (search.n_last == 0xffffffffu) return false; // it starts anew
+    if (search.shift == 32 + s.width) return false; // the search starts anew
     const uint64_t first = search.prefix << search.shift;
     const uint64_t last = first + ((uint64_t)1 << search.shift) - 1;
     s.cut = last < s.cut ? last : s.cut;
@@ -10246,9 +10253,9 @@ DEV bool sample_narrow(const rocq_k_sample_args &a, sample_state &s, const sampl
     }
     sample_sort(s, work, SAMPLE_BY_RANK, found);
     sample_place(a, s, work, step, search.front, search, found);
-    if ((int)thread_index() == found.n - 1) lput(work.total, found.key);
+    if ((int)thread_index() == found.n - 1) lput(work.wave_mass, found.key);
     block_sync_lds();
-    s.cut = lget(work.total);
+    s.cut = lget(work.wave_mass);
     block_sync_lds();
     return true;
 }
@@ -10256,7 +10263,7 @@ DEV bool sample_narrow(const rocq_k_sample_args &a, sample_state &s, const sampl
 // Draws by digits of the token. As soon as 1024 tokens are left, each thread has one.
 DEV void sample_draw(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
                      sample_search &search) {
-    while (search.shift > 10) sample_digit(a, s, work, SAMPLE_DRAW, search);
+    while (search.shift > 10 && sample_digit(a, s, work, SAMPLE_DRAW, search)) continue;
     const uint32_t t = thread_index();
     const uint32_t token = (uint32_t)(search.prefix << search.shift) + t;
     const bool inside = t >> search.shift == 0 && token < (uint32_t)s.n;
@@ -10264,8 +10271,11 @@ DEV void sample_draw(const rocq_k_sample_args &a, const sample_state &s, const s
     const bool live = x > -INFINITY && sample_rank(s, x, token) <= s.cut;
     const uint64_t own = live ? sample_mass(s, SAMPLE_DRAW, x) : 0;
     uint64_t sum;
-    const uint64_t before = search.front + block_scan(own, work.total, sum);
-    if (before < search.target && before + own >= search.target) { // at most one thread
+    const uint64_t before = search.front + block_scan(own, work.wave_mass, sum);
+    // Masses may be rounded in another way here than in sample_digit, and add up to less.
+    const uint64_t most = search.front + sum;
+    const uint64_t target = search.target < most ? search.target : most;
+    if (before < target && before + own >= target) { // one thread
         sample_put(a, (int)token, (float)((double)own / (double)search.sum));
     }
 }
@@ -10356,8 +10366,8 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
 
     const int width = n > 1 ? 32 - __clz(n - 1) : 1;
     const float unit = bits<float>((uint32_t)(62 - width + 127) << 23);
-    sample_state s = {logits, wide, n,    width,         best.x, sample_order(best.x),
-                      ~0ull,  unit, a.temperature, a.min_p};
+    sample_state s = {logits, wide, n, width, best.x, sample_order(best.x), ~0ull, unit,
+                      a.temperature, a.min_p};
     const sample_work work = {mass, bins, total, (uint32_t *)is, listed};
     const bool has_k = a.top_k > 0 && a.top_k < n, has_p = a.top_p > 0.0f && a.top_p < 1.0f;
     sample_list list = {~0ull, SAMPLE_LIST + 1, SAMPLE_UNSORTED};

@@ -1103,8 +1103,8 @@ BENCH_FN const bench_result *bench_run(bench *b, const bench_case *c) {
 // Reads a whole number that fits an int, and moves *text behind it. False where there is none.
 BENCH_FN bool bench__whole(const char **text, int *number) {
     char *end;
-    if (**text < '0' || **text > '9') return false; // else " 1", +1, -1
-    const long long value = strtoll(*text, &end, 10); // of one that does not fit, the largest
+    if (**text < '0' || **text > '9') return false; // strtoll takes " 1", +1, -1
+    const long long value = strtoll(*text, &end, 10); // LLONG_MAX if it does not fit
     *text = end;
     *number = (int)value;
     return value <= INT_MAX;

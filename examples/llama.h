@@ -59,8 +59,9 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
                            // (ROCQ_LAYOUT_INTERLEAVED), -1 leaves them in it; default: 1 for
                            // weights of up to 256 MiB, which multiply faster so and are copied
                            // soon, where the context has no memory_budget
-    const struct llama_model *share; // an open model of this file and context, whose weights are
-                           // used as they lie there, and none loaded: see llama_open. Default NULL
+    const struct llama_model *share; // an open model of the same file and context: its weights are
+                           // used, and none are loaded; interleave has no effect then. See
+                           // llama_open. Default NULL
     // Called while weights are loaded ("loading") and while a prompt is read ("reading"), with how
     // much is done; false = stop, which makes the call fail with ROCQ_E_STATE. NULL = no call.
     bool (*progress)(const char *what, int64_t done, int64_t total, void *user);
@@ -170,7 +171,7 @@ typedef struct llama_model {
                                          // too, may differ by layer, and are the largest then
     int32_t n_apart;                     // elements of an embedding for each layer alone
     int32_t n_ctx, n_ctx_train, n_batch, n_logits;
-    int64_t weight_bytes, kv_bytes; // with options.share 0 of weights, and of experts
+    int64_t weight_bytes, kv_bytes; // weight_bytes and expert_bytes are 0 with options.share
     int64_t scratch_bytes; // activations, and what ops need while they run
     int64_t expert_bytes;  // of the weights: those of all experts
     char error[512];       // the message of the last failure, also of llama_open
@@ -192,8 +193,7 @@ typedef struct llama_model {
     llama_layer *layers;     // [n_layers]
     rocq_buffer weights;     // of those that are not just views of the file
     rocq_buffer experts;     // of experts in host memory: see experts.h
-    int32_t *n_users;        // how many open models have those two: see options.share
-    const rocq_gguf *file;
+    int32_t *n_users;        // open models that use weights and experts: options.share
     rocq_buffer slots;       // copies of some of them, and the tables
     bool counts;             // whether there is a budget, and it does not hold all experts
     int32_t *places, *taken; // of all layers; m->chosen on the host
@@ -244,16 +244,18 @@ typedef struct llama_model {
     int32_t kept[2];
     int32_t begun, begun_past; // 1 + the token that llama_eval_for has begun, 0 = none; its n_past
     rocq_ctx *ctx;
+    const rocq_gguf *file;
     llama_options options;
     int64_t op_scratch;   // that the ops of a step need, see llama__plan
 } llama_model;
 
 // Several conversations, as of a game's characters, are several llama_models over one file and
-// context, called in turn, also in the middle of llama_eval_for. With options.share they have one
-// set of weights, and each has but its own cache, activations and recorded step, options, adapters
-// and, of experts that do not fit that model's expert_memory, copies (default: in as much memory).
-// They can be closed in any order: the weights are freed with the last one. Without share each
-// loads weights of its own, which on the CPU may be the mapped file (options.interleave).
+// context, called in turn, also in the middle of llama_eval_for. With options.share they use one
+// set of weights. Each still has its own cache, activations, recorded step, options and adapters.
+// If the other model's experts do not fit its expert_memory, each also has copies of experts of its
+// own, in its expert_memory (default: as much); otherwise expert_memory has no effect. They can be
+// closed in any order: the weights are freed with the last one. Without share each loads weights of
+// its own, which on the CPU may be the mapped file (options.interleave).
 //
 // Reads the configuration, checks every weight's shape, and makes the cache and all memory that
 // llama_eval and llama_sample will ever need. While the model is open, file and ctx must be, and *m
@@ -262,8 +264,9 @@ static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_g
                                      const llama_options *options);
 static inline void llama_close(llama_model *m); // twice, or on a zeroed struct, is harmless
 
-// Does ahead what would make the first tokens slow; after llama_tune, if that is called. On the CPU
-// it takes a step and a draw, too, if there are no tokens yet, and forgets them.
+// Does ahead what would make the first tokens slow; call it after llama_tune. On the CPU it also
+// runs a step and a draw, and forgets them, unless there are tokens already, graphs are off, or
+// experts have a budget.
 static inline rocq_result llama_warm(llama_model *m);
 
 // Experts that have copies in options.expert_memory, of a layer or, with layer -1, of all; and how
@@ -620,6 +623,7 @@ static void llama__take_shared(llama_model *m) {
     m->weight_bytes = m->expert_bytes = 0;
     m->counts = from->counts;
     if (m->options.expert_memory == 0) m->options.expert_memory = from->options.expert_memory;
+    m->options.share = NULL; // it may be closed before this model
 }
 
 static rocq_result llama__load_listed(llama_model *m, const rocq_gguf *file, llama__list *list) {
@@ -784,7 +788,7 @@ static rocq_result llama__mix_pair(llama_model *m, const llama_layer *l, const r
     return ROCQ_OK;
 }
 
-// What a layer's router norms with: router_norm by 1 / sqrt(n_embd), which its x is divided by.
+// What the router's norm multiplies by: router_norm / sqrt(n_embd).
 static rocq_tensor llama__router_norm(const llama_model *m, int64_t layer) {
     rocq_tensor norm = rocq_tensor_slice(&m->router_norms, 1, layer, 1);
     norm.n_dims = 1;
@@ -804,7 +808,6 @@ static rocq_result llama__mix(llama_model *m, const llama_layer *l, const rocq_t
     const rocq_tensor ids =
         rocq_tensor_slice(&all_ids, 0, (l - m->layers) * m->n_used, m->n_used);
     const rocq_tensor *kept = llama__maybe(&l->kept);
-    const rocq_tensor router_norm = llama__router_norm(m, own ? l - m->layers : 0);
     const rocq_tensor shares = rocq_tensor_slice(&m->shares, 1, 0, n);
     const rocq_tensor added = rocq_tensor_slice(&m->added, 1, 0, n);
     const rocq_tensor exact = h->format == ROCQ_F32 && !own ? *h : added;
@@ -837,8 +840,10 @@ static rocq_result llama__mix(llama_model *m, const llama_layer *l, const rocq_t
         .bias = llama__maybe(&l->expert_down_bias), .weights = &shares, .residual = own ? NULL : x,
         .precision = m->options.precision, .kept = kept,
         .w_kept = llama__maybe(&l->down_kept)};
-    if (own) LLAMA__TRY(llama__norm(m, &exact, x, &router_norm, NULL));
-    else if (h->format != ROCQ_F32) LLAMA__TRY(llama__norm(m, &exact, x, &l->ffn_norm, NULL));
+    if (own) {
+        const rocq_tensor norm = llama__router_norm(m, l - m->layers);
+        LLAMA__TRY(llama__norm(m, &exact, x, &norm, NULL));
+    } else if (h->format != ROCQ_F32) LLAMA__TRY(llama__norm(m, &exact, x, &l->ffn_norm, NULL));
     LLAMA__TRY(rocq_matmul(m->ctx, &score));
     LLAMA__TRY(rocq_route(m->ctx, &route));
     if (own) LLAMA__TRY(llama__norm(m, h, x, &l->expert_norm, NULL));
@@ -1610,6 +1615,9 @@ static rocq_result llama__check_share(llama_model *m) {
     const llama_model *from = m->options.share;
     if (!from) return ROCQ_OK;
     if (!from->ctx) return llama__fail(m, ROCQ_E_STATE, "the model to share with is not open");
+    if (from->embedding.buffer.size == 0) { // train_options.take_weights
+        return llama__fail(m, ROCQ_E_STATE, "the weights of the model to share with are gone");
+    }
     if (from->ctx == m->ctx && from->file == m->file) return ROCQ_OK;
     return llama__fail(m, ROCQ_E_ARGUMENT, "the model to share with is of another %s",
                        from->ctx == m->ctx ? "file" : "context");
@@ -1802,10 +1810,10 @@ static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int6
 }
 
 // A GPU loads all kernels, since which of them a prompt takes depends on its length. Where no step
-// is recorded one is for the time being, with a draw: the CPU goes through it. The CPU also touches
-// the activations of a prompt, and takes a step if there are no tokens yet: code and data of a step
-// as a whole are then in its caches, where ops alone leave the first step 1.2 to 1.5 times as long
-// as later ones.
+// is recorded, one with a draw is recorded for this call, as the CPU rehearses its ops. The CPU
+// also touches the activations of a prompt, and runs a step if there are no tokens yet: code and
+// data of a step as a whole are then in its caches, where ops alone leave the first step 1.2 to 1.5
+// times as long as later ones. With a budget of experts it does not: the step would count as a use.
 static rocq_result llama__warm(llama_model *m) {
     static const rocq_sample_params usual = {.temperature = 0.8f, .top_k = 40, .top_p = 0.95f};
     const bool recorded = m->step != NULL, gpu = llama__info(m).backend == ROCQ_BACKEND_GPU;

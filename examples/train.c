@@ -647,7 +647,7 @@ static bool save(run *r) {
 }
 
 // What can never be written is refused before the training, not after it. A file that exists is
-// left as it is. A pipe is only opened to write: its reader would take the close for the end.
+// left as it is. A pipe is not tried: its reader would take the close for the end.
 static bool can_write(run *r, const char *path) {
     rocq_file *file = NULL;
     if (!path || is_pipe(path)) return true;

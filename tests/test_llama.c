@@ -1394,8 +1394,6 @@ static void test_batches(void **state) {
     free(whole);
 }
 
-// A prompt in slices has the logits, bit for bit, that its tokens have one by one; also after one
-// that was begun was dropped, in each of the ways to do so.
 // A model that was warmed up has forgotten the step that it took for that; between tokens a warm-up
 // changes nothing.
 static void check_warm(const char *path, const llama_options *options, const int32_t *prompt,
@@ -1424,6 +1422,8 @@ static void check_warm(const char *path, const llama_options *options, const int
     ours_close(&o);
 }
 
+// A prompt in slices has the logits, bit for bit, that its tokens have one by one; also after one
+// that was begun was dropped, in each of the ways to do so.
 static void test_slices(void **state) {
     model_spec s = *(const model_spec *)*state;
     char name[64];
