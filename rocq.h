@@ -30697,8 +30697,7 @@ static int64_t rocq__stand_in(rocq__node *node, unsigned char *memory) {
 
 enum { ROCQ__STAND_INS = 8 << 20 }; // bytes: an op that needs more (a large cache) is left out
 
-// Runs copies of the graph's ops with their stand-ins, in order, once: the first step was as long
-// after passes of 0.5, 1 and 2 ms.
+// Runs copies of the graph's ops with their stand-ins, in order.
 static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     rocq__attempt attempt;
     rocq_result result = ROCQ_OK;
