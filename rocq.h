@@ -93,6 +93,7 @@
        ROCQ_MALLOC(n)         default allocator, with ROCQ_FREE(p), both or neither; default malloc,
                               free. rocq_desc.allocator goes before it, per context
        ROCQ_NO_THREADS        no threads: ops run on the calling one, or by rocq_desc.run_tasks
+       ROCQ_NO_AFFINITY       the affinity of threads stays as it is (>>contexts)
        ROCQ_NO_SIMD           portable C only, no code for AVX2, AVX-512 or NEON
        ROCQ_NO_STDIO          no file access: GGUF from memory or a callback only
        ROCQ_NO_MMAP           files are read, never mapped
@@ -175,9 +176,9 @@
    256 KiB. All of them share an op, or a whole recorded step (>>graphs), in chunks of microseconds;
    what one has not begun, another can take over. 50 microseconds after the last chunk they sleep,
    until there is more, or rocq_close. On Linux, where the process may use at least as many CPUs as
-   the context has threads, the CPU that the caller runs on is taken out of their affinity. Otherwise
-   they keep the affinity that the caller had when they were started; one that is set later is
-   overwritten.
+   the context has threads, the CPU that the caller runs on is taken out of their affinity, unless
+   others have set it. Otherwise they keep the affinity that the caller had when they were started.
+   ROCQ_NO_AFFINITY is for a sandbox that ends a process for this.
 
    In a program with a job system of its own, rocq_desc.run_tasks has that do the work; the context
    then starts no threads. An op or step that is worth it asks once for n_threads tasks, each of
@@ -4203,7 +4204,7 @@ typedef struct rocq__stage {
 
 enum { ROCQ__MAX_THREADS = 64 };
 
-#if ROCQ__HAS_THREADS && defined(__linux__)
+#if ROCQ__HAS_THREADS && defined(__linux__) && !defined(ROCQ_NO_AFFINITY)
 #define ROCQ__HAS_AFFINITY 1
 enum { ROCQ__CPU_WORDS = 1024 / (8 * (int)sizeof(unsigned long)) }; // 1024 CPUs, a bit each
 #else
@@ -4370,7 +4371,8 @@ static const char *rocq__text_end(const char *text, size_t most) {
 }
 
 ROCQ_DEF void rocq_message_clean(char *message, size_t size) {
-    int64_t n = message ? (int64_t)strlen(message) : 0;
+    if (!message || size == 0) return; // snprintf has written nothing
+    int64_t n = (int64_t)strlen(message);
     if (n > 0 && (size_t)n + 1 >= size) { // full: it may have been cut
         int64_t last = n - 1;
         while (last > 0 && ((unsigned char)message[last] & 0xc0) == 0x80) last--;
@@ -5298,23 +5300,28 @@ extern int sched_getcpu(void); // no system call, where it matters
 // Linux may put a thread that wakes up on the CPU of the thread that woke it, though others are
 // idle; this was seen in virtual machines, probably because an idle virtual CPU counts as
 // preempted. The two then take turns on one CPU for 10 ms or more. So the caller takes the CPU that
-// it runs on out of the affinity of the team's threads. Where a sandbox refuses that, they run as
-// before.
+// it runs on out of the affinity of the team's threads, but for those whose affinity others have
+// changed. Where a sandbox refuses that, they run as before.
 static void rocq__team_keep_off(rocq__team *team) {
     const unsigned bits = 8 * sizeof(unsigned long);
-    unsigned long cpus[ROCQ__CPU_WORDS];
+    unsigned long was[ROCQ__CPU_WORDS], cpus[ROCQ__CPU_WORDS], now[ROCQ__CPU_WORDS];
     const int cpu = sched_getcpu();
     if (cpu < 0 || (size_t)cpu >= 8 * sizeof cpus) return;
     if (cpu == team->caller_cpu && team->n_kept_off == team->n_started) return;
+    memcpy(was, team->cpus, sizeof was);
     memcpy(cpus, team->cpus, sizeof cpus);
+    was[(unsigned)team->caller_cpu / bits] &= ~(1ul << (unsigned)team->caller_cpu % bits);
     cpus[(unsigned)cpu / bits] &= ~(1ul << (unsigned)cpu % bits);
     team->caller_cpu = cpu;
     team->n_kept_off = 0;
     for (int32_t i = 0; i < team->n_started; i++) {
         const int32_t id = rocq__load32(&team->ids[i]);
         if (id == 0) continue; // it has not begun to run yet
-        syscall(SYS_sched_setaffinity, id, sizeof cpus, cpus);
         team->n_kept_off++;
+        memset(now, 0, sizeof now);
+        if (syscall(SYS_sched_getaffinity, id, sizeof now, now) <= 0) continue;
+        if (memcmp(now, was, sizeof now) != 0 && memcmp(now, team->cpus, sizeof now) != 0) continue;
+        syscall(SYS_sched_setaffinity, id, sizeof cpus, cpus);
     }
 }
 #endif

@@ -265,8 +265,8 @@ static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_g
 static inline void llama_close(llama_model *m); // twice, or on a zeroed struct, is harmless
 
 // Does ahead what would make the first tokens slow; call it after llama_tune. On the CPU it also
-// runs a step and a draw, and forgets them, unless there are tokens already, graphs are off, or
-// experts have a budget.
+// runs a step, and forgets it, unless there are tokens already, graphs are off, or experts have a
+// budget.
 static inline rocq_result llama_warm(llama_model *m);
 
 // Experts that have copies in options.expert_memory, of a layer or, with layer -1, of all; and how
@@ -1154,7 +1154,9 @@ static rocq_result llama__record(llama_model *m, const rocq_sample_params *how) 
     if (result == ROCQ_OK && how) result = llama__draw(m, how);
     const rocq_result ended = rocq_graph_end(m->ctx, &m->step);
     memset(&m->last, 0, sizeof m->last); // nothing has run yet
-    return result != ROCQ_OK ? result : ended;
+    if (result == ROCQ_OK) result = ended;
+    if (result != ROCQ_OK) rocq_graph_destroy(m->ctx, &m->step); // it is not whole
+    return result;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1564,18 +1566,21 @@ static rocq_result llama__set_loras(llama_model *m, llama__loras *q) {
     if (result == ROCQ_OK) result = rocq_sync(m->ctx);
     if (result == ROCQ_OK) {
         const llama_adapters had = m->adapters;
+        rocq_graph *step = m->step;
+        m->step = NULL;
         m->adapters = q->now;
         q->now = had;
-        rocq_graph_destroy(m->ctx, &m->step);
         m->begun = 0;
         result = llama__upload_gates(m);
         if (result == ROCQ_OK) result = llama__plan(m);
-        if (result != ROCQ_OK) { // back to what was there, which needs no more memory
+        if (result != ROCQ_OK) { // back to what was there
             q->now = m->adapters;
             m->adapters = had;
-            rocq_graph_destroy(m->ctx, &m->step);
-            if (!llama__info(m).desc.no_graphs) llama__record(m, NULL);
+            rocq_graph *const failed = m->step;
+            m->step = step;
+            step = failed;
         }
+        rocq_graph_destroy(m->ctx, &step);
     }
     llama__free_adapters(m, &q->now);
     return result;
@@ -1817,7 +1822,7 @@ static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int6
 static rocq_result llama__warm(llama_model *m) {
     static const rocq_sample_params usual = {.temperature = 0.8f, .top_k = 40, .top_p = 0.95f};
     const bool recorded = m->step != NULL, gpu = llama__info(m).backend == ROCQ_BACKEND_GPU;
-    const bool begun = m->n_past > 0 || m->begun != 0 || m->last.n_dims > 0;
+    const bool begun = m->n_past != 0 || m->begun != 0 || m->last.n_dims > 0;
     const int32_t token = 0;
     volatile char *const memory = (volatile char *)m->memory.host;
     if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
@@ -1828,7 +1833,6 @@ static rocq_result llama__warm(llama_model *m) {
     for (int64_t i = 0; !gpu && i < m->memory.size; i += 4096) memory[i] = memory[i]; // a page each
     if (result == ROCQ_OK && recorded && !gpu && !begun && !m->counts) {
         result = llama__eval_batch(m, &token, 1, true);
-        if (result == ROCQ_OK) result = llama__draw(m, &usual);
         m->n_past = 0;
     }
     return result;

@@ -1416,9 +1416,25 @@ static void check_warm(const char *path, const llama_options *options, const int
     o.m.n_past = 0; // what has been read can still be drawn from
     if (llama_warm(&o.m) != ROCQ_OK) fail_msg("%s", o.m.error);
     assert_memory_equal(rocq_tensor_data(&o.m.last), whole, size);
+    ours_close(&o);
+}
+
+// A recording that fails leaves no part of a step: the ops run one by one then, with the same bits.
+static void check_failed_recording(const char *path, const llama_options *options,
+                                   const int32_t *prompt, const float *whole, size_t size) {
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 2, .no_graphs = true};
+    const rocq_gguf_desc from = {.path = path};
+    ours o;
+    memset(&o, 0, sizeof o);
+    assert_int_equal(rocq_open(&o.ctx, &desc), ROCQ_OK);
+    assert_int_equal(rocq_gguf_open(o.ctx, &o.file, &from), ROCQ_OK);
+    if (llama_open(&o.m, o.ctx, o.file, options) != ROCQ_OK) fail_msg("%s", o.m.error);
     rocq_cancel(o.ctx);
     assert_int_equal(llama_warm(&o.m), ROCQ_E_CANCELLED);
+    assert_null(o.m.step);
     assert_int_equal(rocq_sync(o.ctx), ROCQ_OK);
+    for (int32_t i = 0; i < N_PROMPT; i++) ours_eval(&o, &prompt[i], 1, NULL);
+    assert_memory_equal(rocq_tensor_data(&o.m.last), whole, size);
     ours_close(&o);
 }
 
@@ -1440,6 +1456,7 @@ static void test_slices(void **state) {
     for (int32_t i = 0; i < N_PROMPT; i++) ours_eval(&o, &prompt[i], 1, NULL);
     memcpy(whole, rocq_tensor_data(&o.m.last), size);
     check_warm(model_path(name), &options, prompt, whole, size);
+    check_failed_recording(model_path(name), &options, prompt, whole, size);
     rocq_stats before, after;
     assert_int_equal(rocq_get_stats(o.ctx, &before), ROCQ_OK);
     for (int way = 0; way < 6; way++) {

@@ -494,6 +494,10 @@ static void threads_that_wake_are_kept_off_the_callers_cpu(void **state) {
         step_from(&s, graph, first, &had, first != last && !few);
         step_from(&s, graph, few ? first : last, &had, first != last && !few);
         step_from(&s, graph, first, &had, first != last && !few);
+        CPU_ZERO(&had); // by another program: it stays so
+        CPU_SET(first, &had);
+        assert_int_equal(sched_setaffinity(s.ctx->team.ids[0], sizeof had, &had), 0);
+        step_from(&s, graph, last, &had, false);
         assert_int_equal(sched_setaffinity(0, sizeof all, &all), 0);
         step_close(&s);
     }
