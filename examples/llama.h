@@ -265,8 +265,8 @@ static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_g
 static inline void llama_close(llama_model *m); // twice, or on a zeroed struct, is harmless
 
 // Does ahead what would make the first tokens slow; call it after llama_tune. On the CPU it also
-// runs a step, and forgets it, unless there are tokens already, graphs are off, or experts have a
-// budget.
+// runs a step and a draw, and forgets them, unless there are tokens already, graphs are off, or
+// experts have a budget.
 static inline rocq_result llama_warm(llama_model *m);
 
 // Experts that have copies in options.expert_memory, of a layer or, with layer -1, of all; and how
@@ -1833,6 +1833,10 @@ static rocq_result llama__warm(llama_model *m) {
     for (int64_t i = 0; !gpu && i < m->memory.size; i += 4096) memory[i] = memory[i]; // a page each
     if (result == ROCQ_OK && recorded && !gpu && !begun && !m->counts) {
         result = llama__eval_batch(m, &token, 1, true);
+        // A draw may fail, as token 0 may be one that gives no numbers.
+        if (result == ROCQ_OK && llama__draw(m, &usual) == ROCQ_E_CANCELLED) {
+            result = ROCQ_E_CANCELLED;
+        }
         m->n_past = 0;
     }
     return result;
