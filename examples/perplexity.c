@@ -12,28 +12,18 @@
 
 #define ROCQ_IMPLEMENTATION
 #define ROCQ_STATIC // ops that are not called are not compiled
-#define DS_PROGRAM "perplexity"
+#define PROGRAM "perplexity"
 #include "../rocq.h"
+
+#include "program.h"
 
 #include "llama.h"
 #include "tokenizer.h"
-
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#if defined(__cplusplus) && defined(__GNUC__) // see llama.h
-#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
-#endif
-
-enum { REASON_SIZE = 512 };
 
 typedef struct job {
     const char *model_path, *text_path, *kv, *kernels;
     rocq_backend device;
     bool documents;
-    char reason[REASON_SIZE]; // of the last failure in rocq
     int32_t n_ctx;
     rocq_ctx *ctx;
     rocq_gguf *file;
@@ -45,15 +35,6 @@ typedef struct job {
     double nats;         // sum of -ln p
     int64_t n_tokens, n_bytes;
 } job;
-
-static bool fail(const char *what, const char *why) {
-    char name[512];
-    snprintf(name, sizeof name, "%.511s", what);
-    rocq_message_clean(name, sizeof name); // as it is in rocq's messages
-    if (strstr(why, name)) fprintf(stderr, "perplexity: %s\n", why);
-    else fprintf(stderr, "perplexity: %s: %s\n", name, why);
-    return false;
-}
 
 static bool read_text(job *j) {
     char part[1 << 16];
@@ -113,34 +94,12 @@ static bool measure(job *j, const char *text, int64_t length) {
     return true;
 }
 
-// Why rocq_open fails is only said here: there is no context then to ask.
-static void keep_reason(rocq_log_level level, const char *message, void *user) {
-    if (level == ROCQ_LOG_ERROR) snprintf((char *)user, REASON_SIZE, "%s", message);
-}
-
-static bool open_device(job *j) {
-    rocq_info info;
-    const rocq_desc desc = {.prefer = j->device, .kernels_path = j->kernels, .log = keep_reason,
-                            .log_user = j->reason, .rocm_path = getenv("ROCM_PATH"),
-                            .hip_path = getenv("HIP_PATH")};
-    const rocq_result result = rocq_open(&j->ctx, &desc);
-    if (result != ROCQ_OK) {
-        return fail("device", *j->reason ? j->reason : rocq_result_message(result));
-    }
-    rocq_get_info(j->ctx, &info);
-    const bool no_kernels = info.gpu_result == ROCQ_E_NO_KERNELS && !j->kernels;
-    if (info.backend == ROCQ_BACKEND_CPU && j->device != ROCQ_BACKEND_CPU &&
-        info.gpu_result != ROCQ_OK && !no_kernels) {
-        fprintf(stderr, "perplexity: on the CPU: %s\n", info.gpu_message);
-    }
-    return true;
-}
-
 static bool run(job *j) {
+    const rocq_desc desc = {.prefer = j->device, .kernels_path = j->kernels};
     const rocq_gguf_desc source = {.path = j->model_path};
     const llama_options options = {.n_ctx = j->n_ctx, .n_logits = 128, .kv_format = j->kv};
     if (!read_text(j)) return false;
-    if (!open_device(j)) return false;
+    if (!open_device(&j->ctx, desc)) return false;
     if (rocq_gguf_open(j->ctx, &j->file, &source) != ROCQ_OK) {
         return fail(j->model_path, rocq_error(j->ctx));
     }
