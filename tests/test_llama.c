@@ -16,6 +16,7 @@
 
 #include "../examples/llama.h"
 
+#include "counted.h"
 #include "llama_cpp.h"
 #include "models.h"
 
@@ -1944,22 +1945,15 @@ static void test_sharing_adapters(void **state) {
     free(plain);
 }
 
-static struct {
-    int64_t n, live, fail_at; // requests, blocks in use, the request that gets nothing (-1: none)
-} host;
-
 static void *host_alloc(size_t size, void *user) {
     (void)user;
-    void *block = host.n++ == host.fail_at ? NULL : malloc(size);
-    host.live += block != NULL;
-    return block;
+    return counted_malloc(size);
 }
 
 static void host_free(void *block, size_t size, void *user) {
     (void)size;
     (void)user;
-    host.live--;
-    free(block);
+    counted_free(block);
 }
 
 // Whether the failure is this one, and nothing is left of it, either in the model or of weights.
@@ -1987,7 +1981,7 @@ static void test_sharing_fails(void **state) {
     int32_t token = 5;
     (void)state;
     write_model(&s, NULL);
-    host.fail_at = -1;
+    fail_at = -1;
     for (int i = 0; i < 2; i++) assert_int_equal(rocq_open(&ctx[i], &desc), ROCQ_OK);
     for (int i = 0; i < 2; i++) assert_int_equal(rocq_gguf_open(ctx[0], &file[i], &from), ROCQ_OK);
     assert_int_equal(rocq_reserve(ctx[0], 1 << 20), ROCQ_OK); // which stays, whatever fails
@@ -1996,13 +1990,13 @@ static void test_sharing_fails(void **state) {
         rocq_result result = ROCQ_E_MEMORY;
         options.share = sharing ? &a : NULL;
         for (int64_t i = 0; result != ROCQ_OK; i++) {
-            const int64_t live = host.live;
-            host.fail_at = host.n + i;
+            const int64_t live = n_live;
+            fail_at = n_calls + i;
             result = llama_open(m, ctx[0], file[0], &options);
-            host.fail_at = -1;
+            fail_at = -1;
             if (result != ROCQ_OK) check_refused(m, result, ROCQ_E_MEMORY, "memory");
             else assert_true(i > 5);
-            assert_true(result == ROCQ_OK || host.live == live);
+            assert_true(result == ROCQ_OK || n_live == live);
             assert_int_equal(sharing ? *a.n_users : 1, sharing && result == ROCQ_OK ? 2 : 1);
         }
         if (sharing) continue;
@@ -2010,7 +2004,7 @@ static void test_sharing_fails(void **state) {
         memcpy(want, rocq_tensor_data(&a.last), (size_t)s.n_vocab * sizeof *want);
     }
     llama_close(&b);
-    const int64_t live = host.live;
+    const int64_t live = n_live;
     check_refused(&b, llama_open(&b, ctx[1], file[0], &options), ROCQ_E_ARGUMENT, "context");
     check_refused(&b, llama_open(&b, ctx[0], file[1], &options), ROCQ_E_ARGUMENT, "another file");
     check_refused(&b, llama_open(&b, ctx[0], NULL, &options), ROCQ_E_ARGUMENT, "no file");
@@ -2027,14 +2021,14 @@ static void test_sharing_fails(void **state) {
     check_refused(&b, llama_open(&b, ctx[0], file[0], &options), ROCQ_E_STATE, "not open");
     options.share = &a;
     assert_int_equal(llama_open(&a, ctx[0], file[0], &options), ROCQ_E_ARGUMENT); // stays open
-    assert_true(host.live == live && *a.n_users == 1);
+    assert_true(n_live == live && *a.n_users == 1);
     a.n_past = 0;
     assert_int_equal(llama_eval(&a, &token, 1, NULL), ROCQ_OK);
     assert_memory_equal(want, rocq_tensor_data(&a.last), (size_t)s.n_vocab * sizeof *want);
     llama_close(&a);
     for (int i = 0; i < 2; i++) rocq_gguf_close(&file[i]);
     for (int i = 0; i < 2; i++) rocq_close(&ctx[i]);
-    assert_int_equal(host.live, 0);
+    assert_int_equal(n_live, 0);
     free(want);
 }
 
