@@ -4337,7 +4337,7 @@ struct rocq_ctx {
 // ---------------------------------------------------------------------------------------------
 // Error messages, lines for desc.log, and text for functions of the caller's, such as reports.
 
-// Bytes of a UTF-8 character, by its first one; 0 where no character begins so.
+// How many bytes a UTF-8 character has by its first byte; 0 if no character begins with that.
 static int64_t rocq__utf8_claim(unsigned char c) {
     if (c < 0x80) return 1;
     return c < 0xc2 || c > 0xf4 ? 0 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : 4;
@@ -5292,9 +5292,9 @@ static void rocq__team_sleep(rocq__team *team, int64_t seen, bool inside) {
 // -- where threads run --
 
 #if ROCQ__HAS_AFFINITY
-#if !defined(__cplusplus) // -std=c11 hides it
+#if !defined(__cplusplus) // -std=c11 hides them
 extern long syscall(long number, ...);
-extern int sched_getcpu(void); // no system call, where it matters
+extern int sched_getcpu(void); // some 20 ns, where a system call takes 100 and more
 #endif
 
 // Linux may put a thread that wakes up on the CPU of the thread that woke it, though others are
@@ -5304,6 +5304,7 @@ extern int sched_getcpu(void); // no system call, where it matters
 // changed. Where a sandbox refuses that, they run as before.
 static void rocq__team_keep_off(rocq__team *team) {
     const unsigned bits = 8 * sizeof(unsigned long);
+    // The affinity that this function set last, the one that it sets, and a thread's present one.
     unsigned long was[ROCQ__CPU_WORDS], cpus[ROCQ__CPU_WORDS], now[ROCQ__CPU_WORDS];
     const int cpu = sched_getcpu();
     if (cpu < 0 || (size_t)cpu >= 8 * sizeof cpus) return;

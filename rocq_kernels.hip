@@ -10204,7 +10204,8 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
 }
 
 // Finds the place where the target is reached in a list in the step's order. front: the masses of
-// all candidates before the list. A filter drops what is behind the place; in DRAW the thread there stores its token.
+// all candidates before the list. A filter drops what is behind the place; in DRAW the thread there
+// stores its token.
 DEV void sample_place(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
                       int step, uint64_t front, sample_search &search, sample_list &list) {
     const uint32_t t = thread_index();
