@@ -5294,7 +5294,7 @@ static void rocq__team_sleep(rocq__team *team, int64_t seen, bool inside) {
 #if ROCQ__HAS_AFFINITY
 #if !defined(__cplusplus) // -std=c11 hides them
 extern long syscall(long number, ...);
-extern int sched_getcpu(void); // some 20 ns, where a system call takes 100 and more
+extern int sched_getcpu(void); // 2 ns, where the system call takes 86 (Zen 5)
 #endif
 
 // Linux may put a thread that wakes up on the CPU of the thread that woke it, though others are
