@@ -81,7 +81,9 @@
 //                            global memory, is visible to all of them after it
 //   block_sync_lds           barrier of the block that orders LDS only. Loads and stores of global
 //                            memory stay in flight across it, so global data that one wave stores
-//                            before it must not be read or written by another wave after it
+//                            before it must not be read or written by another wave after it, nor
+//                            data that one wave loads before it be written by another after it,
+//                            unless the first wave has used what it loaded before the barrier
 //   group_sync_lds(group)    block_sync_lds for the four waves of a group, or for more of them
 //   wave_sync                what lanes of the wave wrote to LDS before it is visible to the wave's
 //                            other lanes after it
@@ -9410,8 +9412,10 @@ KERNEL(norm, rocq_k_norm_args, 512) {
 // The angles of a token are computed once in a block and shared by its heads in 2 KB of LDS. A
 // decode step's launch is bound by latency, so the angles and the loads of pos, cell and x
 // do not depend on each other.
-// x may be y, and with NEOX the elements of a pair are loaded by two lanes. Therefore all loads of
-// rotated elements, which are in the first round, come before the barrier and all stores after it.
+// x may be y, and with NEOX the elements of a pair are loaded by two lanes, which are of two waves
+// unless a head's quads divide 32. Therefore all loads of rotated elements, which are in the first
+// round, are done before the barrier, and all stores come after it. That takes block_sync: on gfx11
+// the waves of a block have two L0 caches, and one wave's store may overtake another one's load.
 // Bytes: x and y once. Angles take a thread some 12 operations in double, at 1/32 of F32's rate,
 // which cost less than the loads.
 KERNEL(rope, rocq_k_rope_args, 256) {
@@ -9435,7 +9439,7 @@ KERNEL(rope, rocq_k_rope_args, 256) {
     const int k = 4 * (t - local * quads);
     rotation_quad q = rotation_load(r, stream.x.format, x_row, x_wide, k, live, stream.plain);
     if (!stream.plain && t < r.n_dims / 2) rotation_angle(r, position, t, sine, cosine);
-    block_sync_lds();
+    block_sync();
 
     const bool stored = !stream.to_cell || (cell >= 0 && cell < r.n_cells);
     const int64_t to = !stream.to_cell ? token : stored ? cell : 0;

@@ -312,8 +312,8 @@ def _in_cycles(after):
     return cyclic
 
 
-def in_loops(instructions):
-    """The instructions that can follow themselves, in order: those in a cycle of the control flow."""
+def _flow(instructions):
+    """Basic blocks and the control flow: {address: instructions}, {address: [those after it]}."""
     index = {i.address: n for n, i in enumerate(instructions)}
     starts = {0} | {n + 1 for n, i in enumerate(instructions) if i.kind in ("branch", "end")}
     starts = sorted(starts | {index[i.target] for i in instructions if i.target in index})
@@ -325,6 +325,68 @@ def in_loops(instructions):
         falls = last.kind != "end" and last.name != "s_branch"
         after[at] = [to for to in (last.target, last.address + last.size if falls else None)
                      if to in blocks]
+    return blocks, after
 
+
+def in_loops(instructions):
+    """The instructions that can follow themselves, in order: those in a cycle of the control flow."""
+    blocks, after = _flow(instructions)
     cyclic = _in_cycles(after)
     return [i for at, block in blocks.items() if at in cyclic for i in block]
+
+
+_OPERAND = re.compile(r"s\[\d+:\d+\]|\bs\d+\b|\bvcc(?:_lo|_hi)?\b")
+_VCC = {"vcc": range(106, 108), "vcc_lo": range(106, 107), "vcc_hi": range(107, 108)}
+
+
+def _scalars(operand):
+    """The numbers of the scalar registers that an operand is."""
+    if operand in _VCC:
+        return _VCC[operand]
+    first, _, last = operand.strip("s[]").partition(":")
+    return range(int(first), int(last or first) + 1)
+
+
+def pointer_loads(instructions, behind):
+    """Scalar loads that can follow the addresses `behind` and are not of the kernel's arguments.
+
+    s[0:1] has the arguments' address. An address made of it and of anything else is one of the
+    arguments; one that was itself loaded, or came from the vector unit, is not."""
+    blocks, after = _flow(instructions)
+    entry = instructions[0].address
+    known, todo = {entry: frozenset((0, 1))}, [entry]  # registers that have arguments' addresses
+    others = {}
+    while todo:
+        at = todo.pop()
+        held = set(known[at])
+        for i in blocks[at]:
+            if i.name.startswith(("v_dual", "global_", "ds_", "buffer_")) or not i.operands:
+                continue
+            operands = [_scalars(o) for o in _OPERAND.findall(i.operands)]
+            first = _OPERAND.match(i.operands)
+            if i.kind == "scalar load":
+                others[i.address] = not held.issuperset(operands[1])
+                held.difference_update(operands[0])
+            elif first and not i.name.startswith(("s_cmp", "s_bitcmp", "s_cbranch")):
+                to, sources = operands[0], operands[1:]
+                made = i.kind == "scalar" and any(held.intersection(r) for r in sources)
+                (held.update if made else held.difference_update)(to)
+        for to in after[at]:
+            both = frozenset(held) if to not in known else known[to] & held
+            if known.get(to) != both:
+                known[to] = both
+                todo.append(to)
+    reached, todo = set(), []
+    for at, block in blocks.items():
+        if any(i.address in behind for i in block):
+            todo += after[at]
+            last = max(i.address for i in block if i.address in behind)
+            reached.update(i.address for i in block if i.address > last)
+    seen = set()
+    while todo:
+        at = todo.pop()
+        if at not in seen:
+            seen.add(at)
+            todo += after[at]
+            reached.update(i.address for i in blocks[at])
+    return sorted(at for at, other in others.items() if other and at in reached)

@@ -8,8 +8,9 @@ Vector, scalar and matrix arithmetic and atomics are those of tinygrad's RDNA3 e
 in TINYGRAD). Memory accesses are done here, so that every lane's address is checked against the
 blocks of memory; so are lane crossings (DPP, permlane, bpermute) and the matrix forms which that
 emulator gets wrong where a register is source and destination; a lane that reads one which is
-switched off is a Fault. Registers and LDS begin as garbage. Workgroups run one
-after the other, the waves of one from barrier to barrier. Caches and time are not modelled.
+switched off is a Fault, and so is a matrix product with lanes off. Registers and LDS begin as
+garbage. Workgroups run one after the other, the waves of one from barrier to barrier. Caches and
+time are not modelled.
 """
 import array
 import bisect
@@ -297,6 +298,8 @@ class Program:
             step.kind, step.run = "own", run
         elif step.kind == "emulated":
             step.function, step.globals = self._decode(pc, i)
+        if i.kind == "wmma":
+            step.kind, step.run = "own", self._whole(i, step)
         self.steps[pc] = step
         return step
 
@@ -597,6 +600,20 @@ class Program:
         return run
 
     # -- matrices --
+
+    @staticmethod
+    def _whole(i, step):
+        """A matrix product wants all lanes: what it does to those that are off is not promised."""
+        run = step.run
+
+        def checked(w):
+            if w.scalar[EXEC] != ALL:
+                raise Fault(f"{i.name} at {i.address:#x} runs with lanes off")
+            if run:
+                run(w)
+            else:
+                step.function(*[w.bases[g] for g in step.globals])
+        return checked
 
     def _wmma(self, i, words):
         """Forms the emulator gets wrong: C an inline constant, unsigned or clamped integers. None:
