@@ -350,9 +350,9 @@ static void one_format(rocq_format format) {
     for (int x = 0; x < 3; x++) {
         const int64_t unit = xs[x] == ROCQ_Q8_0 && elems == 1 ? 32 : elems;
         // Short blocks are taken four or two at a time, and what is left two or one at a time.
-        const int64_t ks[5] = {unit, unit * (unit == 1 ? 37 : 3), unit == 1 ? 519 : 512 + unit,
-                               6 * unit, 7 * unit};
-        const int n_ks = unit > 1 && unit < 256 ? 5 : 3;
+        const int64_t ks[6] = {unit, unit * (unit == 1 ? 37 : 3), unit == 1 ? 519 : 512 + unit,
+                               6 * unit, 7 * unit, 8 * unit};
+        const int n_ks = unit > 1 && unit < 256 ? 6 : 3;
         for (int precision = ROCQ_PRECISION_F32; precision <= ROCQ_PRECISION_INT8; precision++) {
             if (precision == ROCQ_PRECISION_INT8 && !has_int8(format)) continue;
             for (int k = 0; k < n_ks; k++) {
@@ -783,11 +783,14 @@ static void block_exponents(void **state) {
     for (int c = 0; c < 8; c++) {
         const int f = c % 4;
         const shape s = {.w = formats[f], .x = ROCQ_F32, .m = 256, .n = 1 + c / 4,
-                         .k = block_elems(formats[f])};
+                         .k = 4 * block_elems(formats[f])};
+        const int64_t bytes = rocq_get_format_info(formats[f])->block_bytes;
         problem a = make(s);
         for (int64_t r = 0; r < s.m; r++) {
             memset(box_row(&a.w, r), r % 2 ? 0xff : 0x55, (size_t)box_row_size(&a.w));
-            memset(box_row(&a.w, r), (int)r, formats[f] == ROCQ_NVFP4 ? 4 : 1);
+            for (int64_t b = 0; b < 4; b++) {
+                memset(box_row(&a.w, r) + b * bytes, (int)r, formats[f] == ROCQ_NVFP4 ? 4 : 1);
+            }
         }
         for (int64_t i = 0; i < a.x.count; i++) a.x.value[i] = i % 2 ? 0.25 : -0.125;
         box_write(&a.x);
@@ -801,8 +804,8 @@ static void block_exponents(void **state) {
             box_read(y);
             for (int64_t i = 0; i < y->count; i++) {
                 // The scales' product may be a subnormal number: the sum of 32 products of codes
-                // up to 60 and 127 multiplies that rounding.
-                const double e = a.slack[i] + 0x1p-150 * 32 * 60 * 127;
+                // up to 60 and 127 multiplies that rounding, in each of four blocks.
+                const double e = a.slack[i] + 0x1p-150 * 4 * 32 * 60 * 127;
                 // Decoded, w is beyond F32, or the sum is.
                 if (isinf(a.w.value[i % s.m * s.k]) || fabs(a.want[i]) > 0x1p127) continue;
                 if (isnan(a.want[i]) != isnan(y->value[i]) || fabs(y->value[i] - a.want[i]) > e) {
