@@ -28723,9 +28723,10 @@ ROCQ_DEF rocq_result rocq_conv_weights(rocq_ctx *ctx, const rocq_conv_weights_pa
         !rocq__add(bytes, float_bytes, &float_bytes)) {
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: size of w overflows", op);
     }
-    float *row = (float *)rocq__alloc(ctx, float_bytes), *reordered = row + src_k;
+    float *row = (float *)rocq__alloc(ctx, float_bytes);
     if (!row) return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no memory for %lld bytes", op,
                                 (long long)float_bytes);
+    float *reordered = row + src_k;
     unsigned char *encoded = rocq__on_gpu(ctx) ? (unsigned char *)(reordered + k)
                                                : (unsigned char *)rocq_tensor_data(p->w);
     for (int64_t r = 0; r < m; r++) {
