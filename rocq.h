@@ -4314,6 +4314,7 @@ struct rocq_ctx {
     struct rocq__gpu *gpu; // NULL on the CPU
     rocq_result gpu_result;
     int32_t cancelled;     // set by any thread (atomic)
+    bool whole;            // rocq_cancel does not stop ops that run: they are parts of a call
 #if ROCQ__HAS_PROFILE
     rocq__profile *profile;   // results, or NULL
     rocq__profile *profiling; // equal to profile while it is on, else NULL
@@ -25901,7 +25902,7 @@ static rocq_result rocq__run_cpu(rocq_ctx *ctx, const rocq__op *op, const void *
         ROCQ__TRY(rocq__scratch(ctx, bytes, &scratch));
     }
     const rocq__plan plan = rocq__plan_cpu(ctx, op, params, scratch, ROCQ__WORTH_OP, &one);
-    return rocq__team_run(ctx, op->name, plan.stages, plan.n_stages);
+    return rocq__team_run(ctx, ctx->whole ? NULL : op->name, plan.stages, plan.n_stages);
 }
 
 static rocq_result rocq__plan_hip(rocq_ctx *ctx, const rocq__op *op, const void *params,
@@ -27746,8 +27747,8 @@ static rocq_result rocq__kv_check(const rocq_kv *kv, const char *call, int32_t s
                       (int)kv->desc.n_seqs);
 }
 
-// rocq__kv_check for calls that may run ops. They can be cancelled here, but not between their ops:
-// a move that stops halfway would leave neither the old sequence nor the new one.
+// rocq__kv_check for calls that may run ops. They can be cancelled here, but not in their ops or
+// between them: a move that stops halfway would leave neither the old sequence nor the new one.
 static rocq_result rocq__kv_begin(const rocq_kv *kv, const char *call, int32_t seq) {
     ROCQ__TRY(rocq__kv_check(kv, call, seq));
     ROCQ__TRY(rocq__not_recording(kv->ctx, call));
@@ -27822,11 +27823,19 @@ static int32_t rocq__kv_run(const rocq_kv *kv, int32_t seq, int32_t pos, int32_t
 
 // -- moving rows --
 
+// rocq_cancel may be called at any time, but stops no op here: see rocq__kv_begin.
+static rocq_result rocq__kv_run_op(rocq_kv *kv, const rocq__op *op, const void *params) {
+    kv->ctx->whole = true;
+    const rocq_result result = rocq__run_on_device(kv->ctx, op, params);
+    kv->ctx->whole = false;
+    return result;
+}
+
 static rocq_result rocq__kv_cast(rocq_kv *kv, const rocq_tensor *y, const rocq_tensor *x) {
     rocq_cast_params p;
     p.y = y;
     p.x = x;
-    return rocq__run_on_device(kv->ctx, &rocq__op_cast, &p);
+    return rocq__kv_run_op(kv, &rocq__op_cast, &p);
 }
 
 // Cells [cell, cell + n) of k or v: [D, n, n_planes].
@@ -28010,7 +28019,7 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
         rocq_tensor pos;
         const rocq_rope_params rotate = rocq__kv_rotation(kv, &keys, &pos);
         ROCQ__TRY(rocq__kv_move(kv, &kv->k, seq, from, &keys, false));
-        ROCQ__TRY(rocq__run_on_device(kv->ctx, &rocq__op_rope, &rotate));
+        ROCQ__TRY(rocq__kv_run_op(kv, &rocq__op_rope, &rotate));
         ROCQ__TRY(rocq__kv_move(kv, &kv->k, seq, to, &keys, true));
         if (whole) continue;
         ROCQ__TRY(rocq__kv_move(kv, &kv->v, seq, from, &values, false));
@@ -29272,9 +29281,10 @@ ROCQ_DEF rocq_result rocq_conv_weights(rocq_ctx *ctx, const rocq_conv_weights_pa
         !rocq__add(bytes, float_bytes, &float_bytes)) {
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: size of w overflows", op);
     }
-    float *row = (float *)rocq__alloc(ctx, float_bytes), *reordered = row + src_k;
+    float *row = (float *)rocq__alloc(ctx, float_bytes);
     if (!row) return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no memory for %lld bytes", op,
                                 (long long)float_bytes);
+    float *reordered = row + src_k;
     unsigned char *encoded = rocq__on_gpu(ctx) ? (unsigned char *)(reordered + k)
                                                : (unsigned char *)rocq_tensor_data(p->w);
     for (int64_t r = 0; r < m; r++) {

@@ -118,6 +118,7 @@ typedef struct llama_layer {
     int32_t source;                     // number of the layer whose keys and values these are
     int32_t head_dim, n_kv_heads, n_ff; // as the model's, but in gemma4
     rocq_tensor state;                  // F32 [n_embd or C, taps - 1 + LLAMA_BACK] of the others
+    rocq_tensor spare;                  // F32 [n_embd or C, taps - 1]: see spared in llama_model
     rocq_tensor deltas;                 // F32 [D, D, 2 H] of delta nets: see kept in llama_model
     int32_t bit;                        // its family or kind, of families.h
     int32_t window;                     // positions a query sees, 0 = all
@@ -239,6 +240,9 @@ typedef struct llama_model {
     // Convolutions number all tokens that they have seen: to them, those of the cache stand `moved`
     // positions further, by llama_forget. They can go on with n_past from conv_first to conv_end.
     int32_t moved, conv_first, conv_end;
+    // A batch of more than LLAMA_BACK tokens overwrites what it has read of states. So that it can
+    // be run again if it fails, the spare states have that; spared is its n_past, 0 = none.
+    int32_t spared;
     // Slot i of the states of delta nets is that after kept[i] tokens, 0: of none of this text.
     // Each batch reads one slot and writes the other, so that one that failed can be run again.
     int32_t kept[2];
@@ -1214,6 +1218,7 @@ static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
         if (l->conv.n_dims == 0) continue;
         LLAMA__TRY(rocq_tensor_2d(arena, &l->state, ROCQ_F32, l->conv.ne[1],
                                   m->n_taps - 1 + LLAMA_BACK));
+        LLAMA__TRY(rocq_tensor_2d(arena, &l->spare, ROCQ_F32, l->conv.ne[1], m->n_taps - 1));
         if (l->a.n_dims == 0) continue;
         LLAMA__TRY(rocq_tensor_3d(arena, &l->deltas, ROCQ_F32, delta, delta, 2 * m->delta_heads));
     }
@@ -1566,6 +1571,8 @@ static rocq_result llama__set_loras(llama_model *m, llama__loras *q) {
     if (result == ROCQ_OK) result = rocq_sync(m->ctx);
     if (result == ROCQ_OK) {
         const llama_adapters had = m->adapters;
+        const rocq_tensor last = m->last;
+        const int64_t scratch = m->scratch_bytes, op_scratch = m->op_scratch;
         rocq_graph *step = m->step;
         m->step = NULL;
         m->adapters = q->now;
@@ -1576,6 +1583,9 @@ static rocq_result llama__set_loras(llama_model *m, llama__loras *q) {
         if (result != ROCQ_OK) { // back to what was there
             q->now = m->adapters;
             m->adapters = had;
+            m->last = last;
+            m->scratch_bytes = scratch;
+            m->op_scratch = op_scratch;
             rocq_graph *const failed = m->step;
             m->step = step;
             step = failed;
@@ -1608,8 +1618,12 @@ static inline rocq_result llama_scale_lora(llama_model *m, int32_t i, float scal
         return llama__fail(m, ROCQ_E_ARGUMENT, "there is no adapter %d, or the scale is %g", (int)i,
                            (double)scale);
     }
+    const float had = m->adapters.scale[i];
+    m->begun = 0; // the first layers of a token would have the old scale, the others the new one
     m->adapters.scale[i] = scale;
-    return llama__done(m, llama__upload_gates(m));
+    const rocq_result result = llama__done(m, llama__upload_gates(m));
+    if (result != ROCQ_OK) m->adapters.scale[i] = had;
+    return result;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1692,10 +1706,42 @@ static inline void llama_close(llama_model *m) {
     memset(m, 0, sizeof *m);
 }
 
+// Copies what convolutions read next, u of the taps - 1 newest tokens, to the spare states or back.
+static rocq_result llama__copy_convs(llama_model *m, bool back) {
+    const int32_t end = m->n_past + m->moved, begin = end - (m->n_taps - 1);
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        const llama_layer *l = &m->layers[i];
+        for (int32_t p = begin; l->conv.n_dims > 0 && p < end; p++) {
+            if (p < 0) continue;
+            const rocq_tensor state = rocq_tensor_slice(&l->state, 1, p % l->state.ne[1], 1);
+            const rocq_tensor spare = rocq_tensor_slice(&l->spare, 1, p - begin, 1);
+            const rocq_cast_params copy = {.y = back ? &state : &spare,
+                                           .x = back ? &spare : &state};
+            LLAMA__TRY(rocq_cast(m->ctx, &copy));
+        }
+    }
+    return ROCQ_OK;
+}
+
+// Once nothing else can fail before the batch: makes it possible to run it again.
+static rocq_result llama__begin_convs(llama_model *m, int32_t n) {
+    if (m->n_past > 0 && m->spared == m->n_past) {
+        LLAMA__TRY(llama__copy_convs(m, true));
+    } else if (m->n_past > 0 && n > LLAMA_BACK) {
+        m->spared = 0;
+        LLAMA__TRY(llama__copy_convs(m, false));
+        m->spared = m->n_past;
+    }
+    if (m->conv_end < m->n_past + n) m->conv_end = m->n_past + n;
+    if (m->conv_first < m->conv_end - LLAMA_BACK) m->conv_first = m->conv_end - LLAMA_BACK;
+    return ROCQ_OK;
+}
+
 // n more tokens for convolutions, whose states have the newest LLAMA_BACK tokens and the taps - 1
 // before them, so that they can go on from any of these; and from none.
 static rocq_result llama__enter_convs(llama_model *m, int32_t n) {
-    if (m->n_past == 0) m->moved = m->conv_first = m->conv_end = m->kept[0] = m->kept[1] = 0;
+    if (m->n_past == 0) m->moved = m->spared = m->kept[0] = m->kept[1] = 0;
+    if (m->spared == m->n_past) m->conv_first = m->conv_end = m->n_past;
     if (m->row->deltas) {
         const int from = m->kept[0] == m->n_past ? 0 : 1, to = m->n_past > 0 ? 1 - from : 0;
         if (m->n_past != m->kept[from] || m->n_past < m->conv_first) {
@@ -1712,8 +1758,6 @@ static rocq_result llama__enter_convs(llama_model *m, int32_t n) {
                            "%d, or from 0", (int)m->n_past, m->family, (int)m->conv_first,
                            (int)m->conv_end);
     }
-    if (m->conv_end < m->n_past + n) m->conv_end = m->n_past + n;
-    if (m->conv_first < m->conv_end - LLAMA_BACK) m->conv_first = m->conv_end - LLAMA_BACK;
     m->staged[1 + 3 * n] = m->n_past + m->moved;
     return ROCQ_OK;
 }
@@ -1747,6 +1791,7 @@ static rocq_result llama__enter(llama_model *m, const int32_t *tokens, int32_t n
         LLAMA__TRY(rocq_kv_append(m->kv[k], 0, n, m->staged + 1 + 2 * n));
         if (m->options.kv_page > 0) LLAMA__TRY(rocq_kv_flush(m->kv[k]));
     }
+    if (m->n_convs > 0) LLAMA__TRY(llama__begin_convs(m, n));
     return rocq_upload(m->ctx, &inputs, m->staged, rocq_tensor_size(&inputs));
 }
 
@@ -1754,6 +1799,7 @@ static rocq_result llama__enter(llama_model *m, const int32_t *tokens, int32_t n
 static void llama__advance(llama_model *m, int32_t n) {
     const int to = m->kept[0] == m->n_past && m->n_past > 0 ? 1 : 0; // as llama__enter_convs
     m->n_past += n;
+    m->spared = 0;
     m->uncounted = n;
     if (m->row->deltas) m->kept[to] = m->n_past;
 }
@@ -1919,6 +1965,7 @@ static rocq_result llama__forget(llama_model *m, int32_t first, int32_t n) {
     LLAMA__TRY(rocq_kv_shift(m->kv[0], 0, first, n));
     m->n_past -= n;
     m->moved += n;
+    if (m->spared > 0) m->spared -= n;
     m->conv_end -= n;
     m->conv_first -= n;
     if (m->conv_first < first + m->n_taps - 1) m->conv_first = first + m->n_taps - 1;

@@ -406,9 +406,9 @@ static rocq_result vae__begin_batch(vae_model *m, int64_t first, int64_t n, int6
                                     int64_t each) {
     const int64_t left = m->job->n - m->batch_end;
     VAE__TRY(vae__flush(m));
+    m->reported = m->flops; // reports cut graphs, so they come at the same ops of every batch
     if (m->mode != VAE__RUN_NOW) {
-        if (first == 0) m->last_batch_at = 0;
-        else if (n < batch && !m->recorded) m->last_batch_at = m->n_graphs;
+        if (first > 0 && n < batch && !m->recorded) m->last_batch_at = m->n_graphs;
         m->mode = m->recorded || (first > 0 && n == batch) ? VAE__REPLAY : VAE__RECORD;
         m->graph_at = n < batch ? m->last_batch_at : 0;
     }
@@ -970,8 +970,11 @@ static inline void vae_close(vae_model *m) {
     memset(m, 0, sizeof *m);
 }
 
-// Weights and biases that are in memory, by the gains that have been set since.
+// Weights and biases that are in memory, by the gains that have been set since. If one of them
+// fails or is cancelled, all are to be loaded anew.
 static rocq_result vae__apply_gains(vae_model *m) {
+    const int32_t n_streamed = m->laid_streamed;
+    m->laid_streamed = -1;
     for (int32_t i = 0; i < m->decoder.n_convs; i++) {
         const vae_conv *c = &m->decoder.convs[i];
         const rocq_tensor *w = &c->w, *bias = &c->vectors[VAE__BIAS];
@@ -980,6 +983,7 @@ static rocq_result vae__apply_gains(vae_model *m) {
         if (c->gain != 1 && !c->streamed) VAE__TRY(rocq_scale(m->ctx, &weights));
         if (c->bias_gain != 1 && bias->n_dims > 0) VAE__TRY(rocq_scale(m->ctx, &biases));
     }
+    m->laid_streamed = n_streamed;
     m->in_place = -1; // what is streamed is read anew
     return ROCQ_OK;
 }
@@ -1005,6 +1009,10 @@ static rocq_result vae__widen(vae_model *m) {
 
 static rocq_result vae__run_job(vae_model *m, vae_net *net, vae_request *job) {
     VAE__TRY(vae__plan(m, net, job));
+    if (m->laid_streamed < 0 && !m->options.stream) { // the file may be closed
+        return vae__fail(m, ROCQ_E_STATE, "a request that was cut short has left weights that are "
+                         "partly scaled: open the model again");
+    }
     const vae_net *laid = m->plan.weight_bytes < m->weight_bytes ? net : NULL;
     const int64_t memory = m->memory.size, weights = m->weights.size;
     // What has another size is freed before anything is taken, so that the peak is as planned.

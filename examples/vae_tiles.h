@@ -1219,7 +1219,7 @@ static rocq_result vae__fetch(vae_model *m, const rocq_tensor *t, const rocq_ten
     const int64_t count = rocq_tensor_count(t), n_rows = t->ne[2] * t->ne[3];
     const size_t bytes = (size_t)(count / 3 * size);
     const bool whole = o->n[0] == w && o->n[1] == h, looks = vae__looks(m);
-    void *data = (unsigned char *)to + size * w * h * first;
+    void *data = whole ? (unsigned char *)to + size * w * h * first : NULL;
     unsigned char *rows;
     VAE__TRY(vae__flush(m));
     VAE__TRY(vae__upload_ahead(m));

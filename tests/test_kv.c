@@ -1056,6 +1056,91 @@ static void test_bad_arguments(void **state) {
     rocq_close(&ctx);
 }
 
+// -- cancelling --
+
+static rocq_ctx *to_cancel;
+static int64_t n_runs, cancel_at; // runs of tasks so far, and the one that begins with rocq_cancel
+
+static void cancelling_tasks(void (*task)(void *arg, int32_t i), void *arg, int32_t n,
+                             void *user) {
+    (void)user;
+    if (n_runs++ == cancel_at) rocq_cancel(to_cancel);
+    for (int32_t i = 0; i < n; i++) task(arg, i);
+}
+
+// What a call makes of sequence 0, as rocq_kv_save has it; cancelled in run `at` of its tasks.
+static unsigned char *moved_rows(int call, int32_t page_size, int64_t at, int64_t *size) {
+    enum { LENGTH = 80 };
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 2,
+                            .run_tasks = cancelling_tasks};
+    const rocq_kv_desc d = {.n_layers = 4, .n_kv_heads = 8, .head_dim = 128, .n_seqs = 2,
+                            .n_ctx = 96, .page_size = page_size};
+    rocq_kv *kv;
+    rocq_kv_stats stats;
+    rocq_kv_view view;
+    int64_t other_size;
+    cancel_at = -1;
+    assert_int_equal(rocq_open(&to_cancel, &desc), ROCQ_OK);
+    assert_int_equal(rocq_kv_create(to_cancel, &kv, &d), ROCQ_OK);
+    assert_int_equal(rocq_kv_layer(kv, 0, 0, 1, &view), ROCQ_OK);
+    assert_int_equal(rocq_kv_get_stats(kv, &stats), ROCQ_OK);
+    for (int i = 0; i < 2; i++) {
+        float *rows = (float *)rocq_tensor_data(i == 0 ? &view.k_cache : &view.v_cache);
+        for (int64_t j = 0; j < stats.reserved_bytes / 8; j++) rows[j] = (float)(j % 9973 + i);
+        assert_int_equal(rocq_kv_append(kv, i, LENGTH - i, NULL), ROCQ_OK);
+    }
+    assert_int_equal(rocq_kv_save(kv, 1, NULL, 0, &other_size), ROCQ_OK);
+    unsigned char *other = (unsigned char *)malloc((size_t)other_size);
+    assert_non_null(other);
+    assert_int_equal(rocq_kv_save(kv, 1, other, other_size, NULL), ROCQ_OK);
+    if (call == 0) assert_int_equal(rocq_kv_fork(kv, 0, 1), ROCQ_OK); // shares a page to append to
+    n_runs = 0;
+    cancel_at = at;
+    const rocq_result result = call == 0   ? rocq_kv_append(kv, 0, 3, NULL)
+                               : call == 1 ? rocq_kv_shift(kv, 0, 32, 32)
+                               : call == 2 ? rocq_kv_shift(kv, 0, 5, 7)
+                               : call == 3 ? rocq_kv_fork(kv, 1, 0)
+                                           : rocq_kv_restore(kv, 0, other, other_size);
+    const int64_t n = n_runs;
+    if (result != ROCQ_OK) fail_msg("%s", rocq_error(to_cancel));
+    assert_int_equal(rocq_sync(to_cancel), ROCQ_OK);
+    assert_int_equal(rocq_kv_save(kv, 0, NULL, 0, size), ROCQ_OK);
+    unsigned char *rows = (unsigned char *)malloc((size_t)*size);
+    assert_non_null(rows);
+    n_runs = 0;
+    assert_int_equal(rocq_kv_save(kv, 0, rows, *size, NULL), ROCQ_OK); // cancelled, too
+    assert_int_equal(rocq_sync(to_cancel), ROCQ_OK);
+    n_runs = n;
+    free(other);
+    rocq_kv_destroy(&kv);
+    rocq_close(&to_cancel);
+    return rows;
+}
+
+// A cancellation that comes while a call moves rows does not stop it: halfway there would be
+// neither what was there before nor what was asked for.
+static void test_cancelled_moves(void **state) {
+    (void)state;
+    int64_t size, most = 0, n;
+    if (KV_BACKEND == ROCQ_BACKEND_GPU) skip(); // its ops do not stop once they are submitted
+    for (int32_t page_size = 0; page_size <= 32; page_size += 32) {
+        for (int call = 0; call < 5; call++) {
+            unsigned char *want = moved_rows(call, page_size, -1, &size);
+            n = n_runs;
+            most = n > most ? n : most;
+            for (int64_t at = 0; at < n; at++) {
+                int64_t got_size;
+                unsigned char *got = moved_rows(call, page_size, at, &got_size);
+                assert_int_equal(got_size, size);
+                assert_memory_equal(got, want, (size_t)size);
+                free(got);
+            }
+            free(want);
+        }
+    }
+    assert_true(most > 3); // rows are enough to be shared out
+}
+
 // -- memory --
 
 typedef struct host_count {
@@ -1140,7 +1225,7 @@ int main(void) {
         cmocka_unit_test(test_between_layouts),  cmocka_unit_test(test_hostile_snapshots),
         cmocka_unit_test(test_recorded_step),    cmocka_unit_test(test_bad_descs),
         cmocka_unit_test(test_bad_arguments),    cmocka_unit_test(test_memory),
-        cmocka_unit_test(test_tiny_size),
+        cmocka_unit_test(test_tiny_size),        cmocka_unit_test(test_cancelled_moves),
     };
     return cmocka_run_group_tests(tests, NULL, KV_TEARDOWN);
 }

@@ -1549,6 +1549,60 @@ static void test_forget(void **state) {
 
 // What convolutions keep: a text goes on where they can, is refused where they cannot, and starts
 // afresh at 0; also after tokens in its middle were forgotten.
+static rocq_ctx *to_cancel;
+static int64_t n_runs, cancel_at; // runs of tasks so far, and the one that begins with rocq_cancel
+
+static void cancelling_tasks(void (*task)(void *arg, int32_t i), void *arg, int32_t n,
+                             void *user) {
+    (void)user;
+    if (n_runs++ == cancel_at) rocq_cancel(to_cancel);
+    for (int32_t i = 0; i < n; i++) task(arg, i);
+}
+
+// A batch of more than LLAMA_BACK tokens that is cancelled, wherever that finds it, can be run
+// again, and gives the bits that it would have given.
+static void check_cancelled_batch(const model_spec *s) {
+    enum { FIRST = 9, N = LLAMA_BACK + 20 };
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 2,
+                            .run_tasks = cancelling_tasks};
+    const rocq_gguf_desc from = {.path = model_path(s->name)};
+    const llama_options options = {.n_ctx = FIRST + N, .n_batch = N};
+    const size_t size = (size_t)s->n_vocab * sizeof(float);
+    float *want = floats(s->n_vocab);
+    int32_t text[FIRST + N];
+    ours o;
+    memset(&o, 0, sizeof o);
+    cancel_at = -1;
+    for (int32_t i = 0; i < FIRST + N; i++) text[i] = 7 * i % s->n_vocab;
+    assert_int_equal(rocq_open(&o.ctx, &desc), ROCQ_OK);
+    assert_int_equal(rocq_gguf_open(o.ctx, &o.file, &from), ROCQ_OK);
+    if (llama_open(&o.m, o.ctx, o.file, &options) != ROCQ_OK) fail_msg("%s", o.m.error);
+    to_cancel = o.ctx;
+    ours_eval(&o, text, FIRST, NULL);
+    n_runs = 0;
+    ours_eval(&o, text + FIRST, N, NULL);
+    const int64_t n = n_runs;
+    assert_true(n > 10);
+    memcpy(want, rocq_tensor_data(&o.m.last), size);
+    for (int64_t at = -1; at < n; at++) { // -1: before the call
+        o.m.n_past = 0;
+        ours_eval(&o, text, FIRST, NULL);
+        for (int i = 0; i < 2; i++) {
+            n_runs = 0;
+            cancel_at = at;
+            if (at < 0) rocq_cancel(o.ctx);
+            assert_int_equal(llama_eval(&o.m, text + FIRST, N, NULL), ROCQ_E_CANCELLED);
+            assert_int_equal(rocq_sync(o.ctx), ROCQ_OK);
+            assert_int_equal(o.m.n_past, FIRST);
+        }
+        cancel_at = -1;
+        ours_eval(&o, text + FIRST, N, NULL);
+        assert_memory_equal(rocq_tensor_data(&o.m.last), want, size);
+    }
+    ours_close(&o);
+    free(want);
+}
+
 static void test_convolutions(void **state) {
     (void)state;
     enum { N = 150 };
@@ -1596,6 +1650,7 @@ static void test_convolutions(void **state) {
     o.m.n_past = 12;
     ours_eval(&o, text, 1, got);
     ours_close(&o);
+    check_cancelled_batch(&s);
     free(got);
     free(want);
 }
@@ -1652,6 +1707,7 @@ static void test_deltas(void **state) {
     o.m.n_past = 5;
     assert_int_equal(llama_eval(&o.m, text, 1, got), ROCQ_E_UNSUPPORTED);
     ours_close(&o);
+    check_cancelled_batch(&s);
     free(got);
     free(want);
 }
@@ -1889,6 +1945,46 @@ static void test_sharing(void **state) {
     assert_int_equal(n_found, N);
 }
 
+// An adapter's scale that changes in the middle of a token: the token begins anew.
+static void test_scaled_slices(void **state) {
+    const model_spec s = {"scaled", "qwen3", SIZES(64, 2, 1, 32, 96, 301), .formats = q8_0};
+    const llama_options options = {.n_ctx = N_CTX};
+    const size_t size = (size_t)s.n_vocab * sizeof(float);
+    float *want = floats(s.n_vocab);
+    int32_t tokens[N_PROMPT];
+    rocq_gguf *file;
+    ours o;
+    (void)state;
+    write_model(&s, NULL);
+    random_prompt(tokens, s.n_vocab, 8);
+    ours_open(&o, model_path(s.name), 2, &options);
+    const rocq_gguf_desc from = {.path = model_path("scaled adapter")};
+    model_write_lora(o.ctx, &s, from.path, 4, 8, 5);
+    assert_int_equal(rocq_gguf_open(o.ctx, &file, &from), ROCQ_OK);
+    const llama_lora lora = {"scaled", file, 1};
+    assert_int_equal(llama_set_loras(&o.m, &lora, 1), ROCQ_OK);
+    for (int way = 0; way < 2; way++) {
+        int64_t done = 0;
+        o.m.n_past = 0;
+        assert_int_equal(llama_scale_lora(&o.m, 0, 1), ROCQ_OK);
+        ours_eval(&o, tokens, 7, NULL);
+        for (int i = 0; way == 1 && i < 9; i++) {
+            assert_int_equal(llama_eval_for(&o.m, tokens + 7, 1, 0, &done), ROCQ_OK);
+            assert_int_equal(done, 0);
+        }
+        assert_int_equal(llama_scale_lora(&o.m, 0, -2), ROCQ_OK);
+        if (way == 0) ours_eval(&o, tokens + 7, 1, NULL);
+        while (way == 1 && done == 0) {
+            assert_int_equal(llama_eval_for(&o.m, tokens + 7, 1, 0, &done), ROCQ_OK);
+        }
+        if (way == 0) memcpy(want, rocq_tensor_data(&o.m.last), size);
+        assert_memory_equal(rocq_tensor_data(&o.m.last), want, size);
+    }
+    rocq_gguf_close(&file);
+    ours_close(&o);
+    free(want);
+}
+
 // Adapters of one model are not those of another with the same weights.
 static void test_sharing_adapters(void **state) {
     enum { N = 2 };
@@ -2030,6 +2126,47 @@ static void test_sharing_fails(void **state) {
     for (int i = 0; i < 2; i++) rocq_close(&ctx[i]);
     assert_int_equal(n_live, 0);
     free(want);
+}
+
+// Adapters for which there is no memory leave the model as it was, with the logits to draw from.
+static void test_loras_fail(void **state) {
+    const model_spec s = {"unadapted", "gpt2", SIZES(64, 2, 2, 32, 96, 301), .formats = q4_0};
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1,
+                            .allocator = {host_alloc, host_free, NULL}};
+    const rocq_gguf_desc from = {.path = model_path(s.name)};
+    const llama_options options = {.n_ctx = 16};
+    const int32_t token = 5;
+    rocq_result result = ROCQ_E_MEMORY;
+    rocq_gguf *file;
+    ours o;
+    (void)state;
+    write_model(&s, NULL);
+    fail_at = -1;
+    assert_int_equal(rocq_open(&o.ctx, &desc), ROCQ_OK);
+    assert_int_equal(rocq_gguf_open(o.ctx, &o.file, &from), ROCQ_OK);
+    assert_int_equal(llama_open(&o.m, o.ctx, o.file, &options), ROCQ_OK);
+    const rocq_gguf_desc adapter = {.path = model_path("unadapted adapter")};
+    model_write_lora(o.ctx, &s, adapter.path, 4, 8, 5);
+    assert_int_equal(rocq_gguf_open(o.ctx, &file, &adapter), ROCQ_OK);
+    const llama_lora lora = {"adapter", file, 1};
+    assert_int_equal(rocq_reserve(o.ctx, 1 << 20), ROCQ_OK); // which stays, whatever fails
+    ours_eval(&o, &token, 1, NULL);
+    const int32_t best = ours_best(&o);
+    for (int64_t i = 0; result != ROCQ_OK; i++) {
+        const int64_t live = n_live, bytes = o.m.scratch_bytes, op_bytes = o.m.op_scratch;
+        fail_at = n_calls + i;
+        result = llama_set_loras(&o.m, &lora, 1);
+        fail_at = -1;
+        if (result == ROCQ_OK) continue;
+        assert_int_equal(result, ROCQ_E_MEMORY);
+        assert_int_equal(n_live, live);
+        assert_int_equal(o.m.scratch_bytes, bytes);
+        assert_int_equal(o.m.op_scratch, op_bytes);
+        assert_int_equal(ours_best(&o), best);
+    }
+    rocq_gguf_close(&file);
+    ours_close(&o);
+    assert_int_equal(n_live, 0);
 }
 
 // Interleaved or in the file, the weights give the same logits. They are left in the file where the
@@ -2184,7 +2321,7 @@ int main(int argc, char **argv) {
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32",
                                             "gemma2-F32"};
     static struct CMUnitTest
-        tests[N_SPECS + N_ADAPTED + N_CACHES + 2 * N_BATCHES + 4 + 19 + N_SAVED];
+        tests[N_SPECS + N_ADAPTED + N_CACHES + 2 * N_BATCHES + 4 + 21 + N_SAVED];
     static char names[N_BATCHES][64], slice_names[N_BATCHES][64], forget_names[4][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_SPECS; i++) {
@@ -2226,6 +2363,8 @@ int main(int argc, char **argv) {
     tests[n++] = (struct CMUnitTest){.name = "shared weights", .test_func = test_sharing};
     tests[n++] = (struct CMUnitTest){.name = "shared, loras", .test_func = test_sharing_adapters};
     tests[n++] = (struct CMUnitTest){.name = "shared, failures", .test_func = test_sharing_fails};
+    tests[n++] = (struct CMUnitTest){.name = "scaled slices", .test_func = test_scaled_slices};
+    tests[n++] = (struct CMUnitTest){.name = "loras, failures", .test_func = test_loras_fail};
     tests[n++] = (struct CMUnitTest){.name = "suppressed tokens", .test_func = test_suppressed};
     tests[n++] = (struct CMUnitTest){.name = "contradictions", .test_func = test_contradictions};
     tests[n++] = (struct CMUnitTest){.name = "other families", .test_func = test_unknown};

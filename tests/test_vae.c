@@ -1073,6 +1073,176 @@ static void test_graphs(void **state) {
     check_graphs("wan", exact_chunks, 12); // as many as downloads
 }
 
+static bool go_on(const char *what, int64_t done, int64_t total, void *user) {
+    (void)what;
+    (void)done;
+    (void)total;
+    (void)user;
+    return true;
+}
+
+// Requests whose last batch is smaller, and those of which progress is reported, which cuts graphs:
+// what is replayed has the bits of a context without graphs.
+static void test_graphs_of_batches(void **state) {
+    static const struct {
+        const char *name;
+        vae_request job;
+        int32_t batch;
+        bool reported;
+    } runs[] = {
+        {"sd", {.n = 3, .tiling = VAE_WHOLE}, 2, false},
+        {"sd", {.n = 3, .tiling = VAE_WHOLE}, 2, true},
+        {"taesd", {.n = 3, .tiling = VAE_EXACT, .tile = 24}, 1, true},
+        {"wan", {.n = 2, .tiling = VAE_EXACT, .tile = 16, .chunk = 1}, 1, true},
+        {"wan", {.n = 2, .tiling = VAE_BLEND, .tile = 24, .overlap = 8, .chunk = 2}, 1, true}};
+    (void)state;
+    for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
+        vae_options options = {.n_groups = 4};
+        io x = io_open(runs[i].name);
+        const int64_t each = x.z * x.frames * x.w * x.h, n = runs[i].job.n;
+        const int64_t count = io_count(&x) / x.n * n;
+        float *latents = floats(n * each), *want = floats(count), *got = floats(count);
+        if (runs[i].reported) options.progress = go_on;
+        for (int64_t k = 0; k < n * each; k++) latents[k] = x.latents[k % (x.n * each)];
+        for (int graphs = 0; graphs < 2; graphs++) {
+            rocq_ctx *ctx = open_as(0, graphs == 0);
+            vae_model m;
+            vae_plan plan;
+            vae_request job = runs[i].job;
+            open_model(&m, ctx, runs[i].name, &options);
+            job.width = (int32_t)x.w;
+            job.height = (int32_t)x.h;
+            job.frames = (int32_t)x.frames;
+            job.latents = latents;
+            job.values = graphs ? got : want;
+            assert_int_equal(vae_plan_decode(&m, &job, &plan), ROCQ_OK);
+            for (int32_t k = 0; plan.batch > runs[i].batch && k < 40; k++) {
+                job.memory_budget = plan.peak_bytes - 1;
+                assert_int_equal(vae_plan_decode(&m, &job, &plan), ROCQ_OK);
+            }
+            for (int again = 0; again < (graphs ? 3 : 1); again++) {
+                for (int64_t k = 0; k < count; k++) job.values[k] = NAN;
+                decode(&m, &job);
+                assert_int_equal(m.plan.batch, runs[i].batch);
+                assert_true(m.recorded == (graphs == 1));
+                if (graphs) assert_memory_equal(got, want, (size_t)count * sizeof *got);
+            }
+            vae_close(&m);
+            rocq_close(&ctx);
+        }
+        free(latents);
+        free(want);
+        free(got);
+        io_close(&x);
+    }
+}
+
+static int64_t n_live, fail_in = -1; // blocks, and calls until one is denied, -1 = none is
+
+static void *denying_alloc(size_t size, void *user) {
+    (void)user;
+    if (fail_in >= 0 && fail_in-- == 0) return NULL;
+    n_live++;
+    return malloc(size);
+}
+
+static void denying_free(void *ptr, size_t size, void *user) {
+    (void)size;
+    (void)user;
+    n_live--;
+    free(ptr);
+}
+
+// Without memory for a tile's way to the host nothing is lost, and nothing of the caller's freed.
+static void test_tiles_without_memory(void **state) {
+    const rocq_desc desc = {.prefer = VAE_BACKEND, .n_threads = 1,
+                            .allocator = {denying_alloc, denying_free, NULL}};
+    const vae_options options = {.n_groups = 4};
+    (void)state;
+    io x = io_open("taesd");
+    float *out = floats(io_count(&x));
+    rocq_ctx *ctx = NULL;
+    vae_model m;
+    vae_request job = request_of(&x, out);
+    job.tiling = VAE_EXACT;
+    job.tile = 24;
+    assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+    open_model(&m, ctx, "taesd", &options);
+    decode(&m, &job);
+    rocq_result result = ROCQ_E_MEMORY;
+    for (int64_t i = 0; result != ROCQ_OK; i++) {
+        vae_trim(&m);
+        const int64_t live = n_live;
+        fail_in = i;
+        result = vae_decode(&m, &job);
+        fail_in = -1;
+        vae_trim(&m);
+        if (result != ROCQ_OK) assert_int_equal(result, ROCQ_E_MEMORY);
+        assert_true(n_live <= live); // scratch memory may be gone
+        assert_true(result != ROCQ_OK || i > 20);
+    }
+    CLOSE(out, x.out, io_count(&x), 2e-5);
+    vae_close(&m);
+    rocq_close(&ctx);
+    assert_int_equal(n_live, 0);
+    free(out);
+    io_close(&x);
+}
+
+static rocq_ctx *to_cancel;
+static int64_t n_runs, cancel_at; // runs of tasks so far, and the one that ends with rocq_cancel
+
+static void cancelling_tasks(void (*task)(void *arg, int32_t i), void *arg, int32_t n,
+                             void *user) {
+    (void)user;
+    for (int32_t i = 0; i < n; i++) task(arg, i);
+    if (n_runs++ == cancel_at) rocq_cancel(to_cancel);
+}
+
+// A request that is cancelled while weights are scaled for F16 leaves no model that gives something
+// else from then on.
+static void test_scaling_cancelled(void **state) {
+    const rocq_desc desc = {.prefer = VAE_BACKEND, .n_threads = 2, .no_graphs = true,
+                            .run_tasks = cancelling_tasks};
+    (void)state;
+    enum { SIDE = 16, N = 3 * 64 * SIDE * SIDE };
+    const size_t size = N * sizeof(float);
+    float latents[4 * SIDE * SIDE], *want = floats(N), *got = floats(N);
+    int64_t n = 1, n_refused = 0;
+    for (int i = 0; i < 4 * SIDE * SIDE; i++) latents[i] = (float)(i * 37 % 101 - 50) * 0.02f;
+    for (int64_t at = -1; at < n; at++) {
+        const vae_options options = {.family = "sd1", .scale = 0.13025f, .n_groups = 4,
+                                     .activations = "f16", .stream = at % 2 != 0};
+        vae_model m;
+        const vae_request job = {.width = SIDE, .height = SIDE, .latents = latents,
+                                 .values = at < 0 ? want : got};
+        safetensors_file f;
+        assert_int_equal(rocq_open(&to_cancel, &desc), ROCQ_OK);
+        assert_int_equal(safetensors_open(&f, path_of("sdxl")), ROCQ_OK);
+        assert_int_equal(vae_open(&m, to_cancel, NULL, &f, &options), ROCQ_OK);
+        n_runs = 0;
+        cancel_at = at;
+        rocq_result result = vae_decode(&m, &job);
+        if (at < 0) n = n_runs;
+        cancel_at = -1;
+        assert_int_equal(rocq_sync(to_cancel), ROCQ_OK);
+        if (result != ROCQ_OK && m.gain != 1) { // the others are cheap to leave out
+            result = vae_decode(&m, &job);
+            n_refused += result == ROCQ_E_STATE;
+            assert_true(result == ROCQ_OK || (result == ROCQ_E_STATE && !options.stream));
+        }
+        if (result == ROCQ_OK) assert_memory_equal(job.values, want, size);
+        vae_close(&m);
+        safetensors_close(&f);
+        rocq_close(&to_cancel);
+    }
+    assert_true(n > 10);
+    print_message("%d of %d cancelled requests leave the model to be opened again\n",
+                  (int)n_refused, (int)n);
+    free(want);
+    free(got);
+}
+
 #if VAE_SIMULATED
 // On a runtime whose replay of another graph rocq_warm has refused, ops run one by one.
 static void test_graphs_refused(void **state) {
@@ -1967,6 +2137,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_blend_defaults),
         cmocka_unit_test(test_memory),         cmocka_unit_test(test_budgets),
         cmocka_unit_test(test_video_budgets),  cmocka_unit_test(test_graphs_fail),
+        cmocka_unit_test(test_graphs_of_batches), cmocka_unit_test(test_tiles_without_memory),
+        cmocka_unit_test(test_scaling_cancelled),
         cmocka_unit_test(test_uploads),        cmocka_unit_test(test_streaming_changes),
         cmocka_unit_test(test_streaming_truncated), cmocka_unit_test(test_gguf),
         cmocka_unit_test(test_shipped),        cmocka_unit_test(test_activations),
