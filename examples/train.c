@@ -731,7 +731,8 @@ static bool whole_run(run *r) {
         return fail("--format", "can be f32, f16 or bf16");
     }
     if (!open_model(r) || !open_trainer(r) || !open_data(r) || !resume(r)) return false;
-    if (!can_write(r, r->o.checkpoint) || !can_write(r, r->o.csv) || !can_write(r, r->o.out)) {
+    if (!can_write(r, r->o.checkpoint) || !can_write(r, r->o.csv) || !can_write(r, r->o.plot) ||
+        !can_write(r, r->o.out)) {
         return false;
     }
     if (r->o.stats && rocq_profile_start(r->ctx, &profile) != ROCQ_OK) {

@@ -475,6 +475,9 @@ static void test_bad_input(void **state) {
     const outcome *o = WITH("--csv", FOLDER "/none/x.csv"); // before a step is done
     expect_kept(o, "none/x.csv");
     assert_null(strstr(o->out, "step "));
+    o = WITH("--plot", FOLDER "/none/x.svg");
+    expect_kept(o, "none/x.svg");
+    assert_null(strstr(o->out, "step "));
     o = WITH("--csv", FOLDER); // a folder
     expect_kept(o, FOLDER);
     assert_null(strstr(o->out, "step "));
