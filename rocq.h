@@ -17296,8 +17296,9 @@ typedef struct rocq__experts {
 
 // Plans one of the two products, twice: for tiles of one column and for tiles of several. Both read
 // the same converted columns, which hold sums for the offset that kernels add to w's codes: so both
-// must have the same offset. If the kernel for one column (`pass`) has another, AVX2's is tried; if
-// that has another too, tiles of one column are computed like those of several.
+// must have the same offset. A kernel for one column (`pass`) that adds nothing does not read those
+// sums, so it takes any. If the pass adds something else, AVX2's is tried; if that does too, tiles
+// of one column are computed like those of several.
 static void rocq__experts_product(rocq__experts *a, const rocq_ctx *ctx, int i,
                                   const rocq_tensor *w) {
     rocq__mm *one = &a->mm[i][0], *many = &a->mm[i][1];
@@ -17307,6 +17308,7 @@ static void rocq__experts_product(rocq__experts *a, const rocq_ctx *ctx, int i,
     const int64_t each = a->n_pairs / w->ne[2];
     rocq__mm_plan(one, ctx, &a->products[i], 1, NULL, NULL);
     rocq__mm_plan(many, ctx, &a->products[i], ROCQ__MAX(each, 2), NULL, NULL);
+    if (one->pass && one->offset == 0) one->offset = many->offset;
     if (one->pass && one->offset != many->offset) {
         one->avx512 = one->avx_vnni = false;
         rocq__mm_choose_int8(one, &ctx->books);
