@@ -6381,12 +6381,12 @@ static void rocq__unpack_mxfp6_e2m3(const void *block, int8_t *code, float *scal
 // of their bits at once. They become multiples of the smallest, 2^-4, by 2^16; a zero that is added
 // makes -0 to 0.
 static void rocq__halves_mxfp6_e3m2(uint16_t half[32], const rocq_block_mxfp6_e3m2 *b) {
+    const uint64_t ones = UINT64_C(0x0001000100010001);
     const uint8_t *qs = b->qs;
     for (int32_t i = 0; i < 32; i += 4, qs += 3) {
         const uint64_t v = (uint64_t)qs[0] | (uint64_t)qs[1] << 8 | (uint64_t)qs[2] << 16;
         const uint64_t q = (v & 63) | (v << 10 & UINT64_C(63) << 16) |
                            (v << 20 & UINT64_C(63) << 32) | (v << 30 & UINT64_C(63) << 48);
-        const uint64_t ones = UINT64_C(0x0001000100010001);
         const uint64_t four = (q & 31 * ones) << 8 | (q & 32 * ones) << 10;
         memcpy(half + i, &four, 8);
     }
@@ -9860,15 +9860,18 @@ static ROCQ__SIMD void rocq__decode_simd(rocq_format format, float *dst, const v
         }
     } else if (format == ROCQ_MXFP6_E3M2) {
         const rocq__v8 unit = rocq__v8_set1(0x1p16f), zero = rocq__v8_set1(0.0f);
-        for (; i < n; i += 32, bytes += sizeof(rocq_block_mxfp6_e3m2)) {
-            const rocq_block_mxfp6_e3m2 *b = (const rocq_block_mxfp6_e3m2 *)(const void *)bytes;
-            const rocq__v8 scale = rocq__v8_set1(rocq__scale_mxfp6_e3m2(b));
-            uint16_t half[32];
-            rocq__halves_mxfp6_e3m2(half, b);
-            ROCQ__UNROLL
-            for (int g = 0; g < 32; g += 8) {
-                const rocq__v8 v = rocq__v8_fma(rocq__v8_from_f16(half + g), unit, zero);
-                rocq__v8_store(dst + i + g, rocq__v8_mul(scale, v));
+        for (int64_t some; i < n; i += some) { // eight blocks, as the halves' stores take a while
+            uint16_t half[256];
+            float scale[8];
+            for (some = 0; some < 256 && i + some < n; some += 32) {
+                const rocq_block_mxfp6_e3m2 *b = (const rocq_block_mxfp6_e3m2 *)(const void *)bytes;
+                rocq__halves_mxfp6_e3m2(half + some, b);
+                scale[some / 32] = rocq__scale_mxfp6_e3m2(b);
+                bytes += sizeof *b;
+            }
+            for (int64_t k = 0; k < some; k += 8) {
+                const rocq__v8 v = rocq__v8_fma(rocq__v8_from_f16(half + k), unit, zero);
+                rocq__v8_store(dst + i + k, rocq__v8_mul(rocq__v8_set1(scale[k / 32]), v));
             }
         }
     } else if (rocq__codec_of(format)->unpack) {
