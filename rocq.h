@@ -6148,6 +6148,7 @@ static inline uint32_t rocq__even_signs(uint32_t bits) {
 // rocq__books, whose codes are `raise` below the levels.
 static void rocq__make_byte_book(rocq__byte_book *to, const char *book, uint32_t n,
                                  const void *codes, int32_t bits, uint8_t raise) {
+    const uint32_t mask = (1u << bits) - 1;
     const int32_t n_digits = bits == 2 ? 4 : 2; // of half an entry
     const uint8_t *code = (const uint8_t *)codes;
     uint8_t level[8] = {0};
@@ -6160,13 +6161,11 @@ static void rocq__make_byte_book(rocq__byte_book *to, const char *book, uint32_t
         }
         to->half[i % 2][i / 2] = (uint8_t)digits;
         for (int32_t e = 0; e < n_digits; e++, code++) {
-            level[digits >> bits * e & ((1 << bits) - 1)] = (uint8_t)(*code + raise);
+            level[digits >> bits * e & mask] = (uint8_t)(*code + raise);
         }
     }
     for (int32_t i = 0; i < 3; i++) {
-        for (int32_t b = 0; b < 64; b++) {
-            to->levels[i][b] = level[b >> bits * i & ((1 << bits) - 1)];
-        }
+        for (uint32_t b = 0; b < 64; b++) to->levels[i][b] = level[b >> bits * i & mask];
     }
     for (uint32_t b = 0; b < 128; b++) to->even_signs[b] = (uint8_t)rocq__even_signs(b);
 }
@@ -12878,7 +12877,8 @@ ROCQ__BYTEWISE __m512i rocq__even_signs_vbmi(const rocq__byte_book *book, __m512
 
 // d (2 sc + 1), where sc is the lane's bits from `shift` on, as many as mask has.
 ROCQ__BYTEWISE __m512 rocq__odd_scale_vbmi(__m512 d, __m512i v, const int shift, const int mask) {
-    const __m512i sc = _mm512_and_si512(_mm512_srli_epi32(v, shift), _mm512_set1_epi32(mask));
+    const __m512i moved = _mm512_srli_epi32(v, (unsigned)shift);
+    const __m512i sc = _mm512_and_si512(moved, _mm512_set1_epi32(mask));
     const __m512i odd = _mm512_add_epi32(_mm512_add_epi32(sc, sc), _mm512_set1_epi32(1));
     return _mm512_mul_ps(d, _mm512_cvtepi32_ps(odd));
 }
@@ -13032,7 +13032,7 @@ ROCQ__BLOCK_VBMI(iq1_m) {
     __m512i half = _mm512_setzero_si512();
     ROCQ__UNROLL
     for (int i = 0; i < 4; i++) { // four bits of d are the upper ones of each 16
-        const __m512i four = _mm512_srli_epi32(tail[2 + i / 2], i % 2 * 16 + 12);
+        const __m512i four = _mm512_srli_epi32(tail[2 + i / 2], i % 2 ? 28 : 12);
         const __m512i place = _mm512_and_si512(four, _mm512_set1_epi32(15));
         half = _mm512_or_si512(half, _mm512_slli_epi32(place, 4 * (unsigned)i));
     }
@@ -13533,6 +13533,7 @@ ROCQ__WIDE void rocq__pack_avx512(rocq__mm_pair *pair, const rocq__mm_rows *rows
     }
 }
 #undef ROCQ__WIDE
+#undef ROCQ__BYTEWISE
 
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
     rocq__mm_pair *pair, const rocq__mm_rows *rows, int first, rocq__block_avx2 block,
