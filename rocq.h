@@ -4286,6 +4286,7 @@ typedef struct rocq__team {
 struct rocq__gpu;
 typedef struct rocq__profile rocq__profile;
 
+#if ROCQ__HAS_AVX2
 // A codebook in bytes, for the byte permutations of AVX-512 (rocq__pick_vbmi).
 typedef struct rocq__byte_book {
     uint8_t half[2][2048];   // [0][k] has the digits of the first half of entry k, [1][k] those of
@@ -4293,12 +4294,15 @@ typedef struct rocq__byte_book {
     uint8_t levels[3][64];   // [i][b]: what digit i of b stands for; of IQ1 that plus 7
     uint8_t even_signs[128]; // rocq__even_signs
 } rocq__byte_book;
+#endif
 
 // The codebooks of IQ2, IQ1 and IQ3 as codes, eight or four to an entry (>>cpu_matmul).
 typedef struct rocq__books {
     uint64_t iq2_xxs[256], iq2_xs[512], iq2_s[1024], iq1[2048];
     uint32_t iq3_xxs[256], iq3_s[512];
+#if ROCQ__HAS_AVX2
     rocq__byte_book iq1_bytes, iq2_xxs_bytes, iq2_xs_bytes, iq2_s_bytes, iq3_xxs_bytes, iq3_s_bytes;
+#endif
 } rocq__books;
 
 // What rocq_lend has lent: an address of the backend, aligned as scratch memory is.
@@ -6148,6 +6152,7 @@ static inline uint32_t rocq__even_signs(uint32_t bits) {
 // rocq__books, whose codes are `raise` below the levels.
 static void rocq__make_byte_book(rocq__byte_book *to, const char *book, uint32_t n,
                                  const void *codes, int32_t bits, uint8_t raise) {
+    const uint32_t mask = (1u << bits) - 1;
     const int32_t n_digits = bits == 2 ? 4 : 2; // of half an entry
     const uint8_t *code = (const uint8_t *)codes;
     uint8_t level[8] = {0};
@@ -6156,17 +6161,15 @@ static void rocq__make_byte_book(rocq__byte_book *to, const char *book, uint32_t
         uint32_t digits = (uint32_t)(book[i < 2048 ? i : i + 1] - 35);
         if (bits == 2) {
             const uint32_t t = rocq__digits[digits];
-            digits = (t | t >> 6 | t >> 12 | t >> 18) & 255;
+            digits = (t | t >> 6 | t >> 12 | t >> 18) & 255; // from a byte each to two bits each
         }
         to->half[i % 2][i / 2] = (uint8_t)digits;
         for (int32_t e = 0; e < n_digits; e++, code++) {
-            level[digits >> bits * e & ((1 << bits) - 1)] = (uint8_t)(*code + raise);
+            level[digits >> bits * e & mask] = (uint8_t)(*code + raise);
         }
     }
     for (int32_t i = 0; i < 3; i++) {
-        for (int32_t b = 0; b < 64; b++) {
-            to->levels[i][b] = level[b >> bits * i & ((1 << bits) - 1)];
-        }
+        for (uint32_t b = 0; b < 64; b++) to->levels[i][b] = level[b >> bits * i & mask];
     }
     for (uint32_t b = 0; b < 128; b++) to->even_signs[b] = (uint8_t)rocq__even_signs(b);
 }
@@ -10327,8 +10330,8 @@ struct rocq__mm_kernels {
     rocq__mm_pass pass[2][3];           // [w is interleaved], for AVX2, AVX-VNNI and AVX-512
     rocq__mm_pass wide_pass;            // of 16 rows in the file's layout, for AVX-512
     rocq__take_book take_book;          // with a codebook: unpacks a block;
-    size_t book, byte_book;             // and the codebook's places in rocq__books. With a
-                                        // byte_book wide_pass takes VBMI
+    size_t book, byte_book;             // and the codebook's places in rocq__books. wide_pass
+                                        // takes VBMI if byte_book is not 0
 };
 #endif
 
@@ -12253,7 +12256,8 @@ ROCQ__WIDE __m512i rocq__dot_4_avx512(__m512i dot, __m512i w, const int8_t *x) {
     return _mm512_dpbusd_epi32(dot, w, _mm512_set1_epi32(four));
 }
 
-// The same, where the codes of a mask are negative: x takes their signs.
+// The same for signed codes, of which w has the magnitudes. Those of a mask are negative: x takes
+// their signs, and none of its codes is -128.
 ROCQ__WIDE __m512i rocq__dot_signed_avx512(__m512i dot, __m512i w, __mmask64 negative,
                                            const int8_t *x) {
     int32_t four;
@@ -12785,8 +12789,9 @@ ROCQ__BLOCK_AVX512(nvfp4) {
         }
     }
 }
-// Four blocks are 25 lanes. Block b begins with byte b of lane 6 b, which is its exponent. Three of
-// the bytes behind it are four codes: five bits, which stand for themselves up to 15, and a sign.
+// Four blocks are 25 lanes. Block b begins with byte b of lane 6 b, which is its exponent. Behind
+// it every three bytes are four codes of six bits: five, whose values from 16 on rocq__e2m3_upper
+// has, and a sign.
 ROCQ__BLOCK_AVX512(mxfp6_e2m3) {
     const __m512i upper = rocq__levels_avx512(rocq__e2m3_upper, 0);
     __m512i lanes[25];
@@ -12839,7 +12844,7 @@ ROCQ__BLOCK_AVX512(mxfp6_e2m3) {
 #define ROCQ__BYTEWISE ROCQ__TARGET_VBMI ROCQ__ALWAYS_INLINE
 
 // Halves the number of vectors, n: of each two, the bytes of the second where the mask has a bit,
-// else those of the first.
+// else those of the first. A single vector stays as it is.
 ROCQ__BYTEWISE void rocq__pick_halves_vbmi(__m512i part[16], const int n, __mmask64 mask) {
     ROCQ__UNROLL
     for (int i = 0; i < 8; i++) {
@@ -12866,14 +12871,15 @@ ROCQ__BYTEWISE __m512i rocq__pick_vbmi(const uint8_t *table, const int n, __m512
     return part[0];
 }
 
-// Byte b of each lane: bits at[b] to at[b] + 7 of the lane.
+// Byte b of each lane: eight bits of the lane from bit at_b on. Those past its end are of another
+// lane, and not to be used.
 ROCQ__BYTEWISE __m512i rocq__spread_vbmi(__m512i v, const int at0, const int at1, const int at2,
                                          const int at3) {
     const int64_t at = at0 | at1 << 8 | at2 << 16 | at3 << 24, next = at + 0x20202020;
     return _mm512_multishift_epi64_epi8(_mm512_set1_epi64(next << 32 | at), v);
 }
 
-// The signs of 32 elements, of which a word stores seven bits for each eight.
+// In each byte the signs of eight elements, by the byte's lower seven bits: see rocq__even_signs.
 ROCQ__BYTEWISE __m512i rocq__even_signs_vbmi(const rocq__byte_book *book, __m512i sevens) {
     return _mm512_permutex2var_epi8(_mm512_loadu_si512(book->even_signs), sevens,
                                     _mm512_loadu_si512(book->even_signs + 64));
@@ -12881,7 +12887,8 @@ ROCQ__BYTEWISE __m512i rocq__even_signs_vbmi(const rocq__byte_book *book, __m512
 
 // d (2 sc + 1), where sc is the lane's bits from `shift` on, as many as mask has.
 ROCQ__BYTEWISE __m512 rocq__odd_scale_vbmi(__m512 d, __m512i v, const int shift, const int mask) {
-    const __m512i sc = _mm512_and_si512(_mm512_srli_epi32(v, shift), _mm512_set1_epi32(mask));
+    const __m512i moved = _mm512_srli_epi32(v, (unsigned)shift);
+    const __m512i sc = _mm512_and_si512(moved, _mm512_set1_epi32(mask));
     const __m512i odd = _mm512_add_epi32(_mm512_add_epi32(sc, sc), _mm512_set1_epi32(1));
     return _mm512_mul_ps(d, _mm512_cvtepi32_ps(odd));
 }
@@ -12931,7 +12938,7 @@ ROCQ__BYTEWISE void rocq__eights_vbmi(__m512i code[2][4], const rocq__byte_book 
             p == 0 ? _mm512_mask_blend_epi8(odd, first, _mm512_slli_epi32(second, 8))
                    : _mm512_mask_blend_epi8(odd, _mm512_srli_epi32(first, 8), second);
         ROCQ__UNROLL
-        for (int j = 0; j < 4; j++) { // the last digit becomes one of the lower six bits
+        for (int j = 0; j < 4; j++) { // digit 3 is moved to the place of digit 2: six bits count
             const __m512i digits = j < 3 ? both : _mm512_srli_epi32(both, 2);
             const uint8_t *levels = book->levels[ROCQ__MIN(j, 2)];
             code[p][j] = _mm512_permutexvar_epi8(digits, _mm512_loadu_si512(levels));
@@ -12961,12 +12968,12 @@ ROCQ__BYTEWISE __m512i rocq__even_first_vbmi(__m512i v) {
 // d of each row, a block's first bytes, times `factor`.
 ROCQ__BYTEWISE __m512 rocq__book_d_vbmi(rocq__sixteen rows, float factor) {
     __m512i v[4];
-    rows.next = 0; // what is behind d is loaded, and prefetched, once more
+    rows.next = 0; // no prefetch: that of these bytes comes with a later load
     rocq__take_rows_avx512(v, rows, 0);
     return _mm512_mul_ps(rocq__halves_avx512(v[0]), _mm512_set1_ps(factor));
 }
 
-// One block of each of the 16 rows.
+// One block of each of the 16 rows. n: entries of the codebook, a constant.
 #define ROCQ__BLOCK_VBMI(name)                           \
     ROCQ__BYTEWISE void rocq__block_##name##_vbmi(       \
         rocq__wide_sink *to, rocq__sixteen rows, const int n, const rocq__byte_book *book)
@@ -12988,7 +12995,7 @@ ROCQ__BYTEWISE void rocq__sum_x_vbmi(int32_t sums[64], const int8_t *x) {
     }
 }
 
-// Bits 8 to 10 of entries, as masks: the lowest bits of each byte.
+// Bits 8 to 10 of the numbers of entries, as masks: the lowest three bits of each byte.
 ROCQ__BYTEWISE void rocq__high_bits_vbmi(__mmask64 high[3], __m512i v) {
     ROCQ__UNROLL
     for (int i = 0; i < 3; i++) {
@@ -13035,7 +13042,7 @@ ROCQ__BLOCK_VBMI(iq1_m) {
     __m512i half = _mm512_setzero_si512();
     ROCQ__UNROLL
     for (int i = 0; i < 4; i++) { // four bits of d are the upper ones of each 16
-        const __m512i four = _mm512_srli_epi32(tail[2 + i / 2], i % 2 * 16 + 12);
+        const __m512i four = _mm512_srli_epi32(tail[2 + i / 2], i % 2 ? 28 : 12);
         const __m512i place = _mm512_and_si512(four, _mm512_set1_epi32(15));
         half = _mm512_or_si512(half, _mm512_slli_epi32(place, 4 * (unsigned)i));
     }
@@ -13536,6 +13543,7 @@ ROCQ__WIDE void rocq__pack_avx512(rocq__mm_pair *pair, const rocq__mm_rows *rows
     }
 }
 #undef ROCQ__WIDE
+#undef ROCQ__BYTEWISE
 
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
     rocq__mm_pair *pair, const rocq__mm_rows *rows, int first, rocq__block_avx2 block,

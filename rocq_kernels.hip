@@ -81,9 +81,9 @@
 //                            global memory, is visible to all of them after it
 //   block_sync_lds           barrier of the block that orders LDS only. Loads and stores of global
 //                            memory stay in flight across it, so global data that one wave stores
-//                            before it must not be read or written by another wave after it, nor
-//                            data that one wave loads before it be written by another after it,
-//                            unless the first wave has used what it loaded before the barrier
+//                            before it must not be read or written by another wave after it. Data
+//                            that one wave loads before it must not be written by another after it,
+//                            unless the first wave has used before the barrier what it loaded
 //   group_sync_lds(group)    block_sync_lds for the four waves of a group, or for more of them
 //   wave_sync                what lanes of the wave wrote to LDS before it is visible to the wave's
 //                            other lanes after it

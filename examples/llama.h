@@ -1706,7 +1706,7 @@ static inline void llama_close(llama_model *m) {
     memset(m, 0, sizeof *m);
 }
 
-// Copies what convolutions read next, u of the taps - 1 newest tokens, to the spare states or back.
+// Copies what convolutions read next, of the taps - 1 newest tokens, to the spare states or back.
 static rocq_result llama__copy_convs(llama_model *m, bool back) {
     const int32_t end = m->n_past + m->moved, begin = end - (m->n_taps - 1);
     for (int32_t i = 0; i < m->n_layers; i++) {

@@ -1547,8 +1547,6 @@ static void test_forget(void **state) {
     free(want);
 }
 
-// What convolutions keep: a text goes on where they can, is refused where they cannot, and starts
-// afresh at 0; also after tokens in its middle were forgotten.
 static rocq_ctx *to_cancel;
 static int64_t n_runs, cancel_at; // runs of tasks so far, and the one that begins with rocq_cancel
 
@@ -1603,6 +1601,8 @@ static void check_cancelled_batch(const model_spec *s) {
     free(want);
 }
 
+// What convolutions keep: a text goes on where they can, is refused where they cannot, and starts
+// afresh at 0; also after tokens in its middle were forgotten.
 static void test_convolutions(void **state) {
     (void)state;
     enum { N = 150 };

@@ -265,15 +265,18 @@ static void check_y(problem *a, const char *how) {
 }
 
 // Lets the SIMD contexts use a tier's instructions, as far as the CPU has them. A tier that it
-// lacks is the one before. Behind the last is AVX-512 without AVX-VNNI, as older processors have
-// it.
+// lacks is the one before. Behind the last is AVX-512 without AVX-VNNI and VBMI, as older
+// processors have it.
 enum { WIDE_ALONE = ROCQ_CPU_AVX512 + 1 };
 // Whatever the processor, the contexts of five threads read memory in order, the others in streams.
 static void use_tier(int tier) {
+    static int has_vbmi = -1;
+    if (has_vbmi < 0) has_vbmi = contexts[1][0]->has_vbmi; // as it was opened
     for (int i = 0; i < N_THREAD_COUNTS; i++) {
         const bool vnni = rocq__cpu_has(ROCQ_CPU_AVX_VNNI), wide = rocq__cpu_has(ROCQ_CPU_AVX512);
         contexts[1][i]->has_avx_vnni = tier >= ROCQ_CPU_AVX_VNNI && tier < WIDE_ALONE && vnni;
         contexts[1][i]->has_avx512 = tier >= ROCQ_CPU_AVX512 && wide;
+        contexts[1][i]->has_vbmi = tier == ROCQ_CPU_AVX512 && has_vbmi;
         contexts[1][i]->has_sdot = tier >= ROCQ_CPU_SDOT && vnni; // of Arm
         contexts[1][i]->reads_in_order = i == N_THREAD_COUNTS - 1;
     }
@@ -287,7 +290,7 @@ static void solve(problem *a) {
     assert_non_null(before);
     set_params(a);
     for (int tier = ROCQ_CPU_PLAIN; tier <= WIDE_ALONE; tier++) {
-        const char *name = tier == WIDE_ALONE ? "AVX-512 without AVX-VNNI"
+        const char *name = tier == WIDE_ALONE ? "AVX-512 without AVX-VNNI and VBMI"
                                               : rocq__cpu_tier_name((rocq_cpu_tier)tier);
         use_tier(tier);
         reset_y(a);
