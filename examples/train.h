@@ -1256,16 +1256,16 @@ static rocq_result train__step(trainer *t, const train_batch *batch, float lr) {
     const int64_t n_all = n_accumulate * t->n;
     const float *weights = batch->weights;
     double total = 0, loss = 0;
+    int32_t n_targets = 0;
     TRAIN__TRY(train__check(t, batch->ids, batch->targets, n_all));
-    t->result.n_targets = 0;
     for (int64_t i = 0; i < n_all; i++) {
         const double weight = weights ? (double)weights[i] : 1;
         if (batch->targets[i] < 0 || weight == 0) continue;
         if (weight < 0) return train__fail(t, ROCQ_E_ARGUMENT, "weight %g is negative", weight);
         total += weight;
-        t->result.n_targets++;
+        n_targets++;
     }
-    if (t->result.n_targets == 0) return train__fail(t, ROCQ_E_ARGUMENT, "there is no target");
+    if (n_targets == 0) return train__fail(t, ROCQ_E_ARGUMENT, "there is no target");
     for (int32_t k = 0; k < n_accumulate; k++) {
         const int64_t at = k * t->n;
         float *staged = (float *)(void *)(t->staged + 2 * t->n);
@@ -1284,6 +1284,7 @@ static rocq_result train__step(trainer *t, const train_batch *batch, float lr) {
     }
     t->broken = false;
     t->result.loss = loss;
+    t->result.n_targets = n_targets;
     t->result.norm = t->results[ROCQ_TRAIN_NORM];
     t->result.loss_scale = t->results[ROCQ_TRAIN_LOSS_SCALE];
     t->result.n_steps = (int64_t)t->results[ROCQ_TRAIN_STEPS];

@@ -932,9 +932,12 @@ static void bad_calls_are_refused(void **state) {
     rig_open_trained(&r, "llama", 0, 0);
     trainer other;
     const int32_t n_vocab = r.model.n_vocab;
-    float *before = masters_of(&r.t);
     text_of(n_vocab, ids, targets);
     train_batch batch = {ids, targets, NULL};
+    step(&r.t, &batch, 1e-3f);
+    float *before = masters_of(&r.t);
+    const int32_t n_targets = r.t.result.n_targets;
+    assert_true(n_targets > 1);
     for (int i = 0; i < 4; i++) {
         int32_t *which = i < 2 ? &ids[7] : &targets[11];
         const int32_t was = *which;
@@ -948,6 +951,7 @@ static void bad_calls_are_refused(void **state) {
     expect_refused(&r.t, train_step(&r.t, &batch, 1), ROCQ_E_ARGUMENT, "negative");
     weights[5] = 0;
     expect_refused(&r.t, train_step(&r.t, &batch, 1), ROCQ_E_ARGUMENT, "no target");
+    assert_int_equal(r.t.result.n_targets, n_targets); // of the last step that was one
     batch.weights = NULL;
     expect_refused(&r.t, train_step(&r.t, &batch, NAN), ROCQ_E_ARGUMENT, "rate");
     expect_refused(&r.t, train_step(&r.t, &batch, -1), ROCQ_E_ARGUMENT, "rate");
