@@ -18,6 +18,7 @@ INSIDE_FN bool *inside_has_avx512(rocq_ctx *ctx);
 INSIDE_FN bool *inside_has_avx_vnni(rocq_ctx *ctx);
 INSIDE_FN bool *inside_has_sdot(rocq_ctx *ctx);
 INSIDE_FN bool *inside_reads_in_order(rocq_ctx *ctx);
+INSIDE_FN int32_t *inside_target(rocq_ctx *ctx); // of the GPU: 0x1100 is gfx1100
 INSIDE_FN char *inside_error(rocq_ctx *ctx);
 INSIDE_FN size_t inside_error_size(void);
 INSIDE_FN int64_t inside_context_size(void);
@@ -103,6 +104,10 @@ INSIDE_FN bool *inside_has_sdot(rocq_ctx *ctx) {
 
 INSIDE_FN bool *inside_reads_in_order(rocq_ctx *ctx) {
     return &ctx->reads_in_order;
+}
+
+INSIDE_FN int32_t *inside_target(rocq_ctx *ctx) {
+    return &ctx->gpu->chip.target;
 }
 
 INSIDE_FN char *inside_error(rocq_ctx *ctx) {
