@@ -1,10 +1,16 @@
 // Contexts, memory, arena, tensors, threads, and what every op refuses: no file, no arithmetic.
-#define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include <setjmp.h>
 #include <stdarg.h>
 #include <cmocka.h>
+
+#include "inside.h"
 
 // An allocator that counts, and fails the request numbered fail_at.
 typedef struct counter {
@@ -138,16 +144,16 @@ static void cpu_tiers(void **state) {
         n_open++;
         assert_int_equal(rocq_get_info(ctx, &info), ROCQ_OK);
         assert_int_equal(info.desc.cpu_tier, tier);
-        assert_non_null(strstr(info.device, rocq__cpu_tier_name((rocq_cpu_tier)tier)));
-        assert_int_equal(ctx->has_simd, tier >= ROCQ_CPU_SIMD);
-        assert_int_equal(ctx->has_avx512, tier == ROCQ_CPU_AVX512);
+        assert_non_null(strstr(info.device, inside_cpu_tier_name((rocq_cpu_tier)tier)));
+        assert_int_equal(*inside_has_simd(ctx), tier >= ROCQ_CPU_SIMD);
+        assert_int_equal(*inside_has_avx512(ctx), tier == ROCQ_CPU_AVX512);
         rocq_close(&ctx);
     }
     assert_true(n_open >= 1); // portable code runs anywhere
     rocq_ctx *ctx = open_cpu();
     rocq_info info;
     assert_int_equal(rocq_get_info(ctx, &info), ROCQ_OK);
-    assert_true(info.desc.cpu_tier >= ROCQ_CPU_PLAIN && rocq__cpu_has(info.desc.cpu_tier));
+    assert_true(info.desc.cpu_tier >= ROCQ_CPU_PLAIN && inside_cpu_has(info.desc.cpu_tier));
     rocq_close(&ctx);
 }
 
@@ -260,17 +266,17 @@ static void buffers_are_aligned_counted_and_freed(void **state) {
     assert_int_equal(rocq_get_stats(ctx, &stats), ROCQ_OK);
     assert_int_equal(stats.scratch_bytes, 5000);
     assert_int_equal(stats.n_allocs, 4);
-    assert_int_equal(stats.live_bytes, (int64_t)sizeof(rocq_ctx) + 4000 + 5000);
+    assert_int_equal(stats.live_bytes, inside_context_size() + 4000 + 5000);
     assert_int_equal(rocq_trim(ctx, -1), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_trim(NULL, 0), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_trim(ctx, 5000), ROCQ_OK); // there is no more than that
-    assert_int_equal(ctx->stats.scratch_bytes, 5000);
+    assert_int_equal(inside_stats(ctx)->scratch_bytes, 5000);
     for (int i = 0; i < 2; i++) {
         assert_int_equal(rocq_trim(ctx, i == 0 ? 4999 : 0), ROCQ_OK);
         assert_int_equal(rocq_get_stats(ctx, &stats), ROCQ_OK);
         assert_int_equal(stats.scratch_bytes, 0);
-        assert_int_equal(stats.live_bytes, (int64_t)sizeof(rocq_ctx) + 4000);
-        assert_int_equal(ctx->budget_used, 4000);
+        assert_int_equal(stats.live_bytes, inside_context_size() + 4000);
+        assert_int_equal(inside_budget_used(ctx), 4000);
     }
     assert_int_equal(rocq_reserve(ctx, 6000), ROCQ_OK); // there is room again
     rocq_close(&ctx); // with b still alive
@@ -304,7 +310,7 @@ static void only_a_whole_buffer_is_freed(void **state) {
     assert_memory_equal(&before, &after, sizeof before);
     memset(arena.buffer.host, 1, 4096); // still there
     assert_int_equal(rocq_buffer_free(ctx, &buffer), ROCQ_OK);
-    assert_int_equal(ctx->budget_used, 0);
+    assert_int_equal(inside_budget_used(ctx), 0);
     rocq_close(&ctx);
     assert_int_equal(memory.live, 0);
 }
@@ -319,25 +325,25 @@ static void growing_scratch_keeps_the_budget(void **state) {
                             .allocator = {counter_alloc, counter_free, &memory}};
     rocq_buffer buffer;
     assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
-    const int64_t context = ctx->stats.live_bytes;
+    const int64_t context = inside_stats(ctx)->live_bytes;
     assert_int_equal(rocq_buffer_alloc(ctx, &buffer, 50000), ROCQ_OK);
     for (int64_t size = 100000; size <= 1000000; size += 300000) {
         assert_int_equal(rocq_reserve(ctx, size), ROCQ_OK);
-        assert_int_equal(ctx->stats.scratch_bytes, size);
-        assert_int_equal(ctx->budget_used, 50000 + size);
-        assert_int_equal(ctx->stats.live_bytes, context + 50000 + size);
+        assert_int_equal(inside_stats(ctx)->scratch_bytes, size);
+        assert_int_equal(inside_budget_used(ctx), 50000 + size);
+        assert_int_equal(inside_stats(ctx)->live_bytes, context + 50000 + size);
     }
-    assert_true(ctx->stats.peak_bytes <= context + budget);
+    assert_true(inside_stats(ctx)->peak_bytes <= context + budget);
     assert_int_equal(rocq_buffer_free(ctx, &buffer), ROCQ_OK);
     assert_int_equal(rocq_reserve(ctx, budget + 1), ROCQ_E_BUDGET); // which changes nothing
-    assert_int_equal(ctx->stats.scratch_bytes, 1000000);
+    assert_int_equal(inside_stats(ctx)->scratch_bytes, 1000000);
 
     // Where there is no memory, there is no scratch until somebody takes some.
     memory.fail_at = memory.n;
     assert_int_equal(rocq_reserve(ctx, budget), ROCQ_E_MEMORY);
-    assert_int_equal(ctx->stats.scratch_bytes, 0);
-    assert_int_equal(ctx->budget_used, 0);
-    assert_int_equal(ctx->stats.live_bytes, context);
+    assert_int_equal(inside_stats(ctx)->scratch_bytes, 0);
+    assert_int_equal(inside_budget_used(ctx), 0);
+    assert_int_equal(inside_stats(ctx)->live_bytes, context);
     float x[100];
     for (int i = 0; i < 100; i++) x[i] = (float)(i % 10);
     int32_t token = -1;
@@ -349,9 +355,10 @@ static void growing_scratch_keeps_the_budget(void **state) {
                                   .top_k = 5, .seed = 1};
     assert_int_equal(rocq_sample(ctx, &p), ROCQ_OK);
     assert_int_equal(token % 10, 9); // the five largest are alike
-    assert_true(ctx->stats.scratch_bytes > 0 && ctx->budget_used == ctx->stats.scratch_bytes);
+    assert_true(inside_stats(ctx)->scratch_bytes > 0);
+    assert_int_equal(inside_budget_used(ctx), inside_stats(ctx)->scratch_bytes);
     assert_int_equal(rocq_reserve(ctx, budget), ROCQ_OK);
-    assert_int_equal(ctx->budget_used, budget);
+    assert_int_equal(inside_budget_used(ctx), budget);
     rocq_close(&ctx);
     assert_int_equal(memory.live, 0);
 }
@@ -493,7 +500,7 @@ static void tensors_know_their_size_and_bounds(void **state) {
     assert_int_equal(rocq_tensor_size(&t), 288);
     assert_int_equal(rocq_tensor_count(&t), 512);
     assert_true(rocq_tensor_contiguous(&t));
-    assert_ptr_equal(rocq__row(&t, 1, 0, 0), memory + 144);
+    assert_ptr_equal(inside_row(&t, 1, 0, 0), memory + 144);
 }
 
 static void views_reshapes_and_permutations(void **state) {
@@ -507,7 +514,7 @@ static void views_reshapes_and_permutations(void **state) {
     assert_int_equal(rocq_tensor_view(&v, &t, (int64_t[4]){1, 2, 0, 1}, (int64_t[4]){3, 2, 3, 1}),
                      ROCQ_OK);
     assert_float_equal(((float *)rocq_tensor_data(&v))[0], 1 + 2 * 5 + 60, 0);
-    assert_float_equal(*(float *)(void *)rocq__row(&v, 1, 2, 0), 1 + 3 * 5 + 2 * 20 + 60, 0);
+    assert_float_equal(*(float *)(void *)inside_row(&v, 1, 2, 0), 1 + 3 * 5 + 2 * 20 + 60, 0);
     assert_false(rocq_tensor_contiguous(&v));
     assert_int_equal(rocq_tensor_reshape(&w, &v, 1, (int64_t[]){18}), ROCQ_E_SHAPE);
     assert_int_equal(rocq_tensor_view(&w, &v, (int64_t[4]){1, 0, 0, 0}, (int64_t[4]){2, 2, 3, 1}),
@@ -522,12 +529,12 @@ static void views_reshapes_and_permutations(void **state) {
         ROCQ_E_SHAPE);
 
     assert_int_equal(rocq_tensor_reshape(&v, &t, 2, (int64_t[]){20, 6}), ROCQ_OK);
-    assert_float_equal(*(float *)(void *)rocq__row(&v, 5, 0, 0), 100, 0);
+    assert_float_equal(*(float *)(void *)inside_row(&v, 5, 0, 0), 100, 0);
     assert_int_equal(rocq_tensor_reshape(&w, &t, 2, (int64_t[]){20, 5}), ROCQ_E_SHAPE);
 
     assert_int_equal(rocq_tensor_permute(&v, &t, (int32_t[4]){0, 2, 1, 3}), ROCQ_OK);
     assert_int_equal(v.ne[1], 3);
-    assert_float_equal(*(float *)(void *)rocq__row(&v, 2, 1, 0), 2 * 20 + 5, 0);
+    assert_float_equal(*(float *)(void *)inside_row(&v, 2, 1, 0), 2 * 20 + 5, 0);
     assert_int_equal(rocq_tensor_permute(&w, &t, (int32_t[4]){1, 0, 2, 3}), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_tensor_permute(&w, &t, (int32_t[4]){0, 1, 1, 3}), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_tensor_permute(&w, &t, (int32_t[4]){0, 1, 2, 9}), ROCQ_E_ARGUMENT);
@@ -578,7 +585,7 @@ static void slices_and_heads(void **state) {
     for (int64_t b = 0; b < 3; b++) {
         for (int64_t n = 0; n < 2; n++) {
             for (int64_t h = 0; h < 3; h++) {
-                const float *row = (const float *)(const void *)rocq__row(&view, h, n, b);
+                const float *row = (const float *)(const void *)inside_row(&view, h, n, b);
                 for (int64_t d = 0; d < 4; d++) {
                     assert_float_equal(row[d], (float)(d + 4 * h + 12 * (n + 1) + 48 * b + 144), 0);
                 }
@@ -736,9 +743,9 @@ static void threads_do_every_item_once(void **state) {
         memset(hits, 0, sizeof hits);
         assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
         for (int round = 0; round < ROUNDS; round++) {
-            rocq__parallel(ctx, N, 1 + round % 300, sum_task, &job);
+            inside_parallel(ctx, N, 1 + round % 300, sum_task, &job);
         }
-        rocq__parallel(ctx, 0, 1, sum_task, &job);
+        inside_parallel(ctx, 0, 1, sum_task, &job);
         for (int64_t i = 0; i < N; i++) assert_int_equal(hits[i], (i + 1) * ROUNDS);
         assert_false(job.bad_thread);
         rocq_close(&ctx);
@@ -820,7 +827,7 @@ static void check_refusals(rocq_ctx *ctx, const op_case *c) {
         memset(&t->buffer, 0, sizeof t->buffer);
         assert_int_equal(ask(ctx, c), ROCQ_E_ARGUMENT);
         *t = good;
-        if (rocq__alignment_of(good.format) > 1) {
+        if (inside_alignment_of(good.format) > 1) {
             t->offset = 1;
             assert_int_equal(ask(ctx, c), ROCQ_E_ALIGNMENT);
             *t = good;
@@ -1353,7 +1360,7 @@ static void messages_are_one_line_of_utf8(void **state) {
         assert_true(rocq_file_open(ctx, &file, path) != ROCQ_OK);
         const char *message = rocq_error(ctx), *euros = strchr(message, '\xe2');
         assert_string_equal(entry.text, message);
-        assert_in_range(strlen(message), sizeof ctx->error - 3, sizeof ctx->error - 1);
+        assert_in_range(strlen(message), inside_error_size() - 3, inside_error_size() - 1);
         assert_non_null(euros);
         assert_int_equal(strlen(euros) % 3, 0);
         assert_memory_equal(path + letters, euros, strlen(euros));

@@ -1,6 +1,5 @@
 // Matrix products: every format, operand, precision and size against float64, SIMD against scalar,
 // and ggml as a peer.
-#define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
 #include <setjmp.h>
@@ -271,14 +270,15 @@ enum { WIDE_ALONE = ROCQ_CPU_AVX512 + 1 };
 // Whatever the processor, the contexts of five threads read memory in order, the others in streams.
 static void use_tier(int tier) {
     static int has_vbmi = -1;
-    if (has_vbmi < 0) has_vbmi = contexts[1][0]->has_vbmi; // as it was opened
+    if (has_vbmi < 0) has_vbmi = *inside_has_vbmi(contexts[1][0]); // as it was opened
     for (int i = 0; i < N_THREAD_COUNTS; i++) {
-        const bool vnni = rocq__cpu_has(ROCQ_CPU_AVX_VNNI), wide = rocq__cpu_has(ROCQ_CPU_AVX512);
-        contexts[1][i]->has_avx_vnni = tier >= ROCQ_CPU_AVX_VNNI && tier < WIDE_ALONE && vnni;
-        contexts[1][i]->has_avx512 = tier >= ROCQ_CPU_AVX512 && wide;
-        contexts[1][i]->has_vbmi = tier == ROCQ_CPU_AVX512 && has_vbmi;
-        contexts[1][i]->has_sdot = tier >= ROCQ_CPU_SDOT && vnni; // of Arm
-        contexts[1][i]->reads_in_order = i == N_THREAD_COUNTS - 1;
+        const bool vnni = inside_cpu_has(ROCQ_CPU_AVX_VNNI), wide = inside_cpu_has(ROCQ_CPU_AVX512);
+        rocq_ctx *ctx = contexts[1][i];
+        *inside_has_avx_vnni(ctx) = tier >= ROCQ_CPU_AVX_VNNI && tier < WIDE_ALONE && vnni;
+        *inside_has_avx512(ctx) = tier >= ROCQ_CPU_AVX512 && wide;
+        *inside_has_vbmi(ctx) = tier == ROCQ_CPU_AVX512 && has_vbmi;
+        *inside_has_sdot(ctx) = tier >= ROCQ_CPU_SDOT && vnni; // of Arm
+        *inside_reads_in_order(ctx) = i == N_THREAD_COUNTS - 1;
     }
 }
 
@@ -291,7 +291,7 @@ static void solve(problem *a) {
     set_params(a);
     for (int tier = ROCQ_CPU_PLAIN; tier <= WIDE_ALONE; tier++) {
         const char *name = tier == WIDE_ALONE ? "AVX-512 without AVX-VNNI and VBMI"
-                                              : rocq__cpu_tier_name((rocq_cpu_tier)tier);
+                                              : inside_cpu_tier_name((rocq_cpu_tier)tier);
         use_tier(tier);
         reset_y(a);
         run(tier > ROCQ_CPU_PLAIN, ROCQ_OP_MATMUL, &a->p, &y, 1);
@@ -328,7 +328,7 @@ static void check_part(const problem *a, int simd, int64_t m0, int64_t m, int64_
     static int turn; // the shapes of one_format come in eights: each meets each tier
     use_tier(ROCQ_CPU_SIMD + (turn + turn / 8) % 4);
     turn++;
-    memset(ctx->scratch, 0xff, (size_t)ctx->scratch_size); // NaN, where something is read too soon
+    inside_spoil_scratch(ctx);
     assert_int_equal(rocq_matmul(ctx, &p), ROCQ_OK);
     use_tier(ROCQ_CPU_AVX512);
     box_check_outside(&y);
@@ -472,7 +472,7 @@ static void solve_interleaved(problem *a) {
         if (!same_bytes(before, y->memory, y->size)) {
             fail_msg("%s, m %d n %d k %d, precision %d, %s: interleaved rows give other bits",
                      name_of(a->s.w), (int)a->s.m, (int)a->s.n, (int)a->s.k, (int)a->s.precision,
-                     rocq__cpu_tier_name((rocq_cpu_tier)tier));
+                     inside_cpu_tier_name((rocq_cpu_tier)tier));
         }
     }
     free(before);
@@ -483,9 +483,9 @@ static void solve_interleaved(problem *a) {
 // format's own; AVX-VNNI takes AVX2's for K formats. None of them falls back to rows that are
 // copied first, as all other code does.
 static void interleaved_rows_are_not_copied(void **state) {
-    const bool avx2 = rocq__cpu_has(ROCQ_CPU_SIMD) &&
-                      !strcmp(rocq__cpu_tier_name(ROCQ_CPU_SIMD), "AVX2"); // not NEON
-    rocq__mm_pass passes[3 * N_INTERLEAVED];
+    const bool avx2 = inside_cpu_has(ROCQ_CPU_SIMD) &&
+                      !strcmp(inside_cpu_tier_name(ROCQ_CPU_SIMD), "AVX2"); // not NEON
+    void (*passes[3 * N_INTERLEAVED])(void);
     int n_passes = 0;
     (void)state;
     for (int i = 0; i < 6 * N_INTERLEAVED; i++) {
@@ -495,15 +495,14 @@ static void interleaved_rows_are_not_copied(void **state) {
                          .n = one ? 1 : 2, .k = 256};
         problem a = make(s);
         rocq_tensor w = interleaved(&a.w);
-        rocq__mm mm;
         set_params(&a);
         a.p.w = &w;
         use_tier(tier);
-        rocq__mm_plan(&mm, contexts[1][1], &a.p, s.n, NULL, NULL);
+        const inside_mm mm = inside_mm_plan(contexts[1][1], &a.p, s.n);
         if (avx2) {
             assert_true(one ? mm.pass && mm.wide_pass : mm.pack_pair != NULL);
             const bool own = tier != ROCQ_CPU_AVX_VNNI || i / 6 < 2;
-            if (one && own && rocq__cpu_has(tier)) passes[n_passes++] = mm.wide_pass;
+            if (one && own && inside_cpu_has(tier)) passes[n_passes++] = mm.wide_pass;
             if (!own && one) assert_true(mm.wide_pass == passes[n_passes - 1]);
         } else {
             assert_true(!mm.pass && !mm.wide_pass && !mm.pack_pair);
@@ -652,22 +651,19 @@ static void interleaved_rows_that_are_refused(void **state) {
 // Threads take larger parts of a lone column's product where its matrix is read in streams, and of
 // no other product.
 static void only_streams_are_taken_together(void **state) {
-    static _Alignas(16) char memory[ROCQ__PLAN_BYTES], scratch[64];
-    const bool wide = rocq__cpu_has(ROCQ_CPU_AVX512);
+    const bool wide = inside_cpu_has(ROCQ_CPU_AVX512);
     (void)state;
     for (int i = 0; i < 16; i++) {
         const bool one = i & 1, quantized = i & 2, tier = i & 4, streams = i & 8;
         rocq_ctx *ctx = contexts[1][streams ? 1 : N_THREAD_COUNTS - 1]; // see use_tier
         const shape s = {.w = quantized ? ROCQ_Q4_K : ROCQ_F16, .x = ROCQ_F32, .m = 64,
                          .n = one ? 1 : 2, .k = 256};
-        rocq__stage stages[ROCQ__PLAN_STAGES];
-        rocq__plan plan = {ctx, scratch, ROCQ__WORTH_OP, stages, 0, memory, 0};
         problem a = make(s);
         set_params(&a);
         use_tier(tier ? ROCQ_CPU_AVX512 : ROCQ_CPU_AVX_VNNI);
-        rocq__plan_matmul_cpu(&plan, ROCQ_OP_MATMUL, &a.p);
+        const inside_plan plan = inside_plan_matmul(ctx, &a.p, 0, 0);
         assert_int_equal(plan.n_stages, 2);
-        assert_int_equal(stages[1].together > 0, one && quantized && tier && wide && streams);
+        assert_int_equal(plan.together > 0, one && quantized && tier && wide && streams);
         use_tier(ROCQ_CPU_AVX512);
         destroy(&a);
     }
@@ -675,34 +671,29 @@ static void only_streams_are_taken_together(void **state) {
 
 // What a lone column's product reads first: of w2, then of w, from the first row of the share on.
 static void a_share_reads_its_first_rows_first(void **state) {
-    static _Alignas(16) char memory[ROCQ__PLAN_BYTES], scratch[64];
-    const int64_t most = ROCQ__MM_AHEAD;
+    const int64_t most = inside_mm_ahead();
     (void)state;
     for (int i = 0; i < 8; i++) {
         const bool one = i & 1, two = i & 2, tall = i & 4;
         const shape s = {.w = ROCQ_Q8_0, .x = ROCQ_F32, .m = tall ? 1040 : 80, .n = one ? 1 : 2,
                          .k = 256};
         const int64_t row = 272, begin = 2, end = tall ? 65 : 5;
-        rocq__stage stages[ROCQ__PLAN_STAGES];
-        rocq__plan plan = {contexts[1][1], scratch, ROCQ__WORTH_OP, stages, 0, memory, 0};
-        rocq__ahead ahead = {0};
         problem a = make(s), b = make(s);
         set_params(&a);
         if (two) a.p.w2 = &b.w.t;
-        rocq__plan_matmul_cpu(&plan, ROCQ_OP_MATMUL, &a.p);
-        assert_int_equal(stages[1].reads != NULL, one);
+        const inside_plan plan = inside_plan_matmul(contexts[1][1], &a.p, begin, end);
+        assert_int_equal(plan.has_reads, one);
         if (one) {
-            const int64_t panel = (s.m + stages[1].n - 1) / stages[1].n; // rows of an item
+            const int64_t panel = (s.m + plan.n - 1) / plan.n; // rows of an item
             const int64_t bytes = (end - begin) * panel * row;
             const int64_t half = tall ? most / 2 : bytes;
             const rocq_tensor *first = two ? &b.w.t : &a.w.t;
-            stages[1].reads(stages[1].arg, begin, end, &ahead);
             assert_true(!tall || bytes > most);
-            assert_ptr_equal(ahead.at[0], rocq__row(first, begin * panel, 0, 0));
-            assert_int_equal(ahead.bytes[0], two ? half : tall ? most : bytes);
-            assert_int_equal(ahead.bytes[1], two ? half : 0);
-            if (two) assert_ptr_equal(ahead.at[1], rocq__row(&a.w.t, begin * panel, 0, 0));
-            assert_int_equal(ahead.bytes[2], 0);
+            assert_ptr_equal(plan.at[0], inside_row(first, begin * panel, 0, 0));
+            assert_int_equal(plan.bytes[0], two ? half : tall ? most : bytes);
+            assert_int_equal(plan.bytes[1], two ? half : 0);
+            if (two) assert_ptr_equal(plan.at[1], inside_row(&a.w.t, begin * panel, 0, 0));
+            assert_int_equal(plan.bytes[2], 0);
         }
         destroy(&a);
         destroy(&b);
@@ -772,7 +763,7 @@ static void extreme_codes(void **state) {
         }
         box_read(&a.x);
         reference(&a);
-        if (rocq__interleaves(s.w)) solve_interleaved(&a);
+        if (inside_interleaves(s.w)) solve_interleaved(&a);
         else solve(&a);
         destroy(&a);
     }

@@ -1,6 +1,5 @@
 // The backward of products: against float64 in every format, layout and option, and against finite
 // differences of the forward in float64.
-#define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
 #include <setjmp.h>
@@ -66,7 +65,7 @@ static void slopes_are_those_of_the_activations(void **state) {
         for (int i = 0; i < N; i++) x[i] = (float)(i - N / 2) / 150 + 1e-4f;
         for (int simd = 0; simd < 2; simd++) {
             for (int i = 0; i < N; i++) g[simd][i] = i % 2 ? 1 : -3;
-            rocq__slope_row(contexts[simd][0]->has_simd, activation, g[simd], x, N);
+            inside_slope_row(*inside_has_simd(contexts[simd][0]), activation, g[simd], x, N);
         }
         for (int i = 0; i < N; i++) {
             const double h = 1e-5, at = (double)x[i], factor = i % 2 ? 1 : -3;
@@ -74,7 +73,7 @@ static void slopes_are_those_of_the_activations(void **state) {
             const double finite = (activated(activation, at + h) - activated(activation, at - h)) /
                                   (2 * h);
             assert_true(fabs(finite - want) < 1e-6 || fabs(at) < h * 2);
-            const double one = (double)rocq__activation_slope(activation, x[i]);
+            const double one = (double)inside_activation_slope(activation, x[i]);
             assert_true(fabs(one - want) < 5e-7);
             assert_true(fabs((double)g[0][i] - factor * want) < 2e-6);
             assert_true(fabs((double)g[1][i] - factor * want) < 2e-6);
@@ -84,7 +83,7 @@ static void slopes_are_those_of_the_activations(void **state) {
         for (int i = 0; i < N; i++) x[i] = i < N - 8 ? far[i % 8] : NAN;
         for (int simd = 0; simd < 2; simd++) {
             for (int i = 0; i < N; i++) g[simd][i] = 1;
-            rocq__slope_row(contexts[simd][0]->has_simd, activation, g[simd], x, N);
+            inside_slope_row(*inside_has_simd(contexts[simd][0]), activation, g[simd], x, N);
             for (int i = 0; i < N - 8; i++) {
                 const bool flat = a == ROCQ_ACT_TANH || a == ROCQ_ACT_SIGMOID;
                 const float want = a == ROCQ_ACT_IDENTITY ? 1 : flat ? 0 : i % 8 < 4;
@@ -429,11 +428,11 @@ static void refusals_and_what_it_costs(void **state) {
         assert_int_equal(info.precision, ROCQ_PRECISION_F32);
         assert_int_equal(info.asked, precision);
     }
-    const rocq__cost cost = rocq__cost_of(ctx, ROCQ_OP_MATMUL_BACKWARD, &a.p);
+    const inside_cost cost = inside_cost_of(ctx, ROCQ_OP_MATMUL_BACKWARD, &a.p);
     assert_true(cost.flops == 4.0 * 20 * 7 * 5 && cost.matrix == 0);
     p = a.p;
     p.dw = p.db = p.x = NULL;
-    assert_true(rocq__cost_of(ctx, ROCQ_OP_MATMUL_BACKWARD, &p).flops == 2.0 * 20 * 7 * 5);
+    assert_true(inside_cost_of(ctx, ROCQ_OP_MATMUL_BACKWARD, &p).flops == 2.0 * 20 * 7 * 5);
     back_free(&a);
 }
 

@@ -1,6 +1,5 @@
 // Precision: what AUTO picks for every format, shape and backend, and that what is asked for, by
 // the params or for the whole context, runs or is refused. On the CPU and on the stand-in.
-#define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
 #include <setjmp.h>
@@ -78,7 +77,7 @@ static void products(void **state) {
             const rocq_precision own = (rocq_precision)(i / 4), all = (rocq_precision)(i % 4);
             const rocq_precision asked = own ? own : all;
             rocq_ctx *ctx = open_as(on == GPU ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU, all, false);
-            ctx->has_simd = on == AVX2;
+            *inside_has_simd(ctx) = on == AVX2;
             rocq_info opened;
             assert_int_equal(rocq_get_info(ctx, &opened), ROCQ_OK);
             assert_int_equal(opened.desc.precision, all);
@@ -147,11 +146,11 @@ static void pairs_and_chips(void **state) {
     p = (rocq_matmul_params){.y = &y, .w = &q4, .x = &x};
     const char *why = info_of(ctx, ROCQ_OP_MATMUL, &p).why;
     assert_null(strstr(why, "RDNA3"));
-    ctx->gpu->chip.target = 0x1151;
+    *inside_target(ctx) = 0x1151;
     info = info_of(ctx, ROCQ_OP_MATMUL, &p);
     assert_int_equal(info.precision, ROCQ_PRECISION_F16);
     assert_non_null(strstr(info.why, "RDNA3"));
-    ctx->gpu->chip.target = 0;
+    *inside_target(ctx) = 0;
     rocq_close(&ctx);
 }
 

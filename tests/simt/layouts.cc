@@ -1,7 +1,7 @@
 // block_layout of rocq_kernels.hip repeats what the CPU's codecs say of a format. This program has
 // both, without any kernel, and fails where they differ.
 #define SIMT_PARTS 1
-#define SIMT_PART 1
+#define SIMT_PART 2 // none of the kernels
 #define ROCQ_SIMT "tests/simt/simt.h"
 #include "rocq_kernels.hip"
 

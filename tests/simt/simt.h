@@ -62,6 +62,7 @@
 #pragma clang diagnostic ignored "-Wpsabi" // vectors are passed within one program
 
 #define SIMT_UNCHECKED __attribute__((noinline, no_sanitize("address", "undefined")))
+#define SIMT_INLINED __attribute__((always_inline, no_sanitize("address", "undefined"))) inline
 
 // ---------------------------------------------------------------------------------------------
 // the machine
@@ -70,8 +71,8 @@
 enum {
     SIMT_WAVE = 32,
     SIMT_MAX_THREADS = 1024,
-    SIMT_STACK = 256 * 1024,   // bytes a lane; the lowest page is never touched
-    SIMT_PAGE = 4096,
+    SIMT_STACK = 512 * 1024,   // bytes a lane, of which the lower half is closed, so that a lane
+    SIMT_GUARD = 256 * 1024,   // that needs more does not reach its neighbour's
     SIMT_LDS_BYTES = 65536,    // of a block
     SIMT_LDS_GRANTED = 232448, // of a block whose launch asks for them, on Hopper
     SIMT_LDS_ARRAYS = 32,
@@ -92,7 +93,6 @@ struct simt_lane {
     uint64_t aux[2];   // lane is never more than one collective ahead of the others
     const void *in[2]; // operands of wmma, in its own frame
     void *inout;
-    void *fake_stack;  // AddressSanitizer's
     char *stack;
 };
 
@@ -156,6 +156,9 @@ struct simt_machine {
     void *main_sp, *main_fake_stack;
     const void *main_stack;
     size_t main_stack_size;
+    char *stacks;           // of all lanes, which to AddressSanitizer are one stack,
+    void *lanes_fake_stack; // with one place for what it moves out of frames,
+    bool entered;           // on which the launch's caller has just gone on
 
     char *lds;              // SIMT_LDS_ARRAYS slots
     simt_cell *word, *byte; // of every 4 bytes, and every byte
@@ -204,7 +207,7 @@ SIMT_UNCHECKED inline void simt_callers(char *text, size_t size, uint32_t thread
     size_t at = 0;
     for (int depth = 0; depth < 24; depth++) {
         const char *f = (const char *)frame;
-        if (f < lane->stack + SIMT_PAGE || f > lane->stack + SIMT_STACK - 16 ||
+        if (f < lane->stack + SIMT_GUARD || f > lane->stack + SIMT_STACK - 16 ||
             (uintptr_t)f % 8 != 0)
             return;
         char names[1024] = {0};
@@ -292,32 +295,51 @@ __attribute__((naked, noinline)) inline void simt_swap_stack(void **, void *) {
         "popq %r15\n\tpopq %r14\n\tpopq %r13\n\tpopq %r12\n\tpopq %rbx\n\tpopq %rbp\n\tret");
 }
 
-// Tells AddressSanitizer which stack this is now. A launch's first switch comes from its caller.
-SIMT_UNCHECKED inline void simt_arrived(void *fake_stack) {
+// Goes on with a lane. AddressSanitizer is told of switches between the launch's caller and the
+// lanes only: that takes longer than a switch between two lanes, whose stacks lie in one region.
+SIMT_UNCHECKED inline void simt_switch(void **save_sp, uint32_t thread) {
+    simt.now = thread;
+    simt_swap_stack(save_sp, simt.lane[thread].sp);
+}
+
+// Behind a switch to a lane. The caller's stack is known from the first of a launch.
+SIMT_UNCHECKED inline void simt_arrived() {
 #if SIMT_ASAN
+    if (!simt.entered) return;
+    simt.entered = false;
     const void *bottom;
     size_t size;
-    __sanitizer_finish_switch_fiber(fake_stack, &bottom, &size);
+    __sanitizer_finish_switch_fiber(simt.lanes_fake_stack, &bottom, &size);
     if (!simt.main_stack) {
         simt.main_stack = bottom;
         simt.main_stack_size = size;
     }
-#else
-    (void)fake_stack;
 #endif
 }
 
-// thread: SIMT_MAX_THREADS is the caller of the launch.
-SIMT_UNCHECKED inline void simt_switch(void **save_sp, void **save_fake, uint32_t thread) {
-    const bool to_main = thread == SIMT_MAX_THREADS;
-    simt_lane *to = &simt.lane[to_main ? 0 : thread];
-    if (!to_main) simt.now = thread;
+// From the launch's caller to a lane; returns when a lane leaves.
+SIMT_UNCHECKED inline void simt_enter(uint32_t thread) {
 #if SIMT_ASAN
-    if (to_main) __sanitizer_start_switch_fiber(save_fake, simt.main_stack, simt.main_stack_size);
-    else __sanitizer_start_switch_fiber(save_fake, to->stack, SIMT_STACK);
+    simt.entered = true;
+    __sanitizer_start_switch_fiber(&simt.main_fake_stack, simt.stacks,
+                                   (size_t)SIMT_MAX_THREADS * SIMT_STACK);
 #endif
-    simt_swap_stack(save_sp, to_main ? simt.main_sp : to->sp);
-    simt_arrived(*save_fake);
+    simt_switch(&simt.main_sp, thread);
+#if SIMT_ASAN
+    __sanitizer_finish_switch_fiber(simt.main_fake_stack, nullptr, nullptr);
+#endif
+}
+
+// From the running lane to the launch's caller; returns when the lane goes on, which it does not
+// for_good.
+SIMT_UNCHECKED inline void simt_leave(bool for_good = false) {
+#if SIMT_ASAN
+    __sanitizer_start_switch_fiber(for_good ? nullptr : &simt.lanes_fake_stack, simt.main_stack,
+                                   simt.main_stack_size);
+#endif
+    if (for_good) simt.lanes_fake_stack = nullptr;
+    simt_swap_stack(&simt.lane[simt.now].sp, simt.main_sp);
+    simt_arrived();
 }
 
 inline uint64_t simt_op(simt_kind kind, int line, int mask = 0) {
@@ -367,8 +389,7 @@ inline void simt_describe(char *text, size_t size, uint32_t first, uint32_t n, c
 // Ends the launch: the fibers are dropped where they stand.
 [[noreturn]] SIMT_UNCHECKED inline void simt_abort() {
     simt.aborted = true;
-    simt_lane *self = &simt.lane[simt.now];
-    simt_switch(&self->sp, &self->fake_stack, SIMT_MAX_THREADS);
+    simt_leave(true);
     abort();
 }
 
@@ -406,23 +427,25 @@ SIMT_UNCHECKED inline void simt_stop(uint64_t op, void (*meet)(simt_lane *wave))
     if (turn == 0) simt.wave_op = op;
     if (op != simt.wave_op) simt.mismatch = true;
     if (turn + 1 < SIMT_WAVE) {
-        simt_switch(&self->sp, &self->fake_stack, first + ((turn + 1) ^ simt.flip));
+        simt_switch(&self->sp, first + ((turn + 1) ^ simt.flip));
+        simt_arrived();
         return;
     }
     if (simt.mismatch) simt_diverged();
     if (simt_kind_of(op) <= SIMT_AT_BARRIER) {
-        simt_switch(&self->sp, &self->fake_stack, SIMT_MAX_THREADS);
+        simt_leave();
         return;
     }
     if (meet) meet(&simt.lane[first]);
     if (simt_kind_of(op) == SIMT_AT_SYNC) simt.span++;
     simt.round++;
-    simt_switch(&self->sp, &self->fake_stack, first ^ simt.flip);
+    simt_switch(&self->sp, first ^ simt.flip);
+    simt_arrived();
 }
 
 // A fiber runs its lane of one block after another.
 [[noreturn]] SIMT_UNCHECKED inline void simt_fiber() {
-    simt_arrived(nullptr);
+    simt_arrived();
     for (;;) {
         simt.kernel->call(simt.args);
         simt_stop(simt_op(SIMT_AT_RETURN, 0), nullptr);
@@ -433,20 +456,18 @@ SIMT_UNCHECKED inline void simt_stop(uint64_t op, void (*meet)(simt_lane *wave))
 SIMT_UNCHECKED inline bool simt_prepare(uint32_t thread) {
     simt_lane *lane = &simt.lane[thread];
     if (!lane->stack) {
-        void *map = mmap(nullptr, SIMT_STACK, PROT_READ | PROT_WRITE,
-                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (map == MAP_FAILED || mprotect(map, SIMT_PAGE, PROT_NONE) != 0) return false;
-        lane->stack = (char *)map;
+        char *const stack = simt.stacks + (size_t)thread * SIMT_STACK;
+        if (mprotect(stack, SIMT_GUARD, PROT_NONE) != 0) return false;
+        lane->stack = stack;
     }
 #if SIMT_ASAN
-    __asan_unpoison_memory_region(lane->stack + SIMT_PAGE, SIMT_STACK - SIMT_PAGE);
+    __asan_unpoison_memory_region(lane->stack + SIMT_GUARD, SIMT_STACK - SIMT_GUARD);
 #endif
     void **top = (void **)(lane->stack + SIMT_STACK - 64 - thread % 61 * 192);
     top[-1] = nullptr; // where a caller would have left its return address
     top[-2] = (void *)simt_fiber;
     for (int i = 3; i <= 8; i++) top[-i] = nullptr;
     lane->sp = top - 8;
-    lane->fake_stack = nullptr;
     lane->op = simt_op(SIMT_AT_START, 0);
     return true;
 }
@@ -480,7 +501,7 @@ SIMT_UNCHECKED inline void *simt_lds(simt_lds_site *site, size_t size) {
 enum simt_access { SIMT_READ, SIMT_WRITE, SIMT_ATOMIC };
 
 // Text of the race that this access is, or NULL; and notes it.
-SIMT_UNCHECKED inline const char *simt_touch(simt_cell *c, int access, bool same_value) {
+SIMT_INLINED const char *simt_touch(simt_cell *c, int access, bool same_value) {
     const uint32_t me = simt.now, wave = me / SIMT_WAVE;
     const char *race = nullptr;
     if (c->write_interval == simt.interval && !(access == SIMT_ATOMIC && c->atomic)) {
@@ -530,8 +551,9 @@ SIMT_UNCHECKED inline const char *simt_touch(simt_cell *c, int access, bool same
 }
 
 // Every access to LDS. value: of a write. false: there is nothing there to access.
-SIMT_UNCHECKED inline bool simt_lds_access(const void *p, uint32_t size, uint32_t align, int access,
-                                           const void *value, int line) {
+template <int access>
+SIMT_UNCHECKED bool simt_lds_access(const void *p, uint32_t size, uint32_t align, const void *value,
+                                    int line) {
     static const char *const verb[] = {"read", "write", "atomic"};
     const uint64_t at = (uint64_t)((const char *)p - simt.lds);
     const uint32_t slot = (uint32_t)(at / SIMT_LDS_SLOT), offset = (uint32_t)(at % SIMT_LDS_SLOT);
@@ -616,11 +638,12 @@ SIMT_UNCHECKED inline void simt_order_global() {
     simt.n_stored = 0;
 }
 
-// The entry of a word, or the free one where it belongs.
+// The entry of a word, or the free one where it belongs. 16 words in a row have theirs in a row.
 SIMT_UNCHECKED inline simt_stored *simt_stored_at(uintptr_t word) {
-    size_t i = (size_t)((uint64_t)word * 0x9e3779b97f4a7c15u >> 32) & (simt.stored_size - 1);
+    const uint64_t row = (uint64_t)(word / 16) * 0x9e3779b97f4a7c15u >> 32;
+    size_t i = (size_t)(row * 16 + word % 16) & (simt.stored_size - 1);
     while (simt.stored[i].order == simt.order && simt.stored[i].word != word) {
-        i = (i + 1) & (simt.stored_size - 1);
+        i = (i + 17) & (simt.stored_size - 1);
     }
     return &simt.stored[i];
 }
@@ -637,6 +660,12 @@ SIMT_UNCHECKED inline void simt_stored_grow() {
     if (old) munmap(old, old_size * sizeof(simt_stored));
 }
 
+SIMT_INLINED uint32_t simt_by(const simt_stored *s) {
+    uint32_t by;
+    __builtin_memcpy(&by, s->by, 4);
+    return by;
+}
+
 // Every access to global memory, before it is made. value: of a write.
 SIMT_UNCHECKED inline void simt_global_access(const void *p, size_t size, int access,
                                               const void *value, int line) {
@@ -644,6 +673,7 @@ SIMT_UNCHECKED inline void simt_global_access(const void *p, size_t size, int ac
                                        "meets an atomic"};
     if (access == SIMT_READ && simt.n_stored == 0) return;
     const uint8_t me = (uint8_t)(simt.now / SIMT_WAVE + 1);
+    const uint32_t mine = me * 0x01010101u; // all bytes of a word
     const uintptr_t at = (uintptr_t)p;
     uint8_t other = 0;
     for (size_t i = 0; i < size;) {
@@ -656,6 +686,15 @@ SIMT_UNCHECKED inline void simt_global_access(const void *p, size_t size, int ac
             }
             *s = simt_stored{(at + i) / 4, simt.order, {0, 0, 0, 0}, 0};
             simt.n_stored++;
+        }
+        const bool whole = (at + i) % 4 == 0 && size - i >= 4;
+        if (whole && (simt_by(s) == mine || simt_by(s) == 0)) { // what the loop would find and note
+            if (access != SIMT_READ) {
+                __builtin_memcpy(s->by, &mine, 4);
+                s->atomic = access == SIMT_ATOMIC ? 0xf : 0;
+            }
+            i += 4;
+            continue;
         }
         do {
             const size_t b = (at + i) % 4;
@@ -729,7 +768,7 @@ SIMT_UNCHECKED inline bool simt_run_block() {
             simt.span++;
             simt.mismatch = false;
             const uint32_t wave = simt.flip ? waves - 1 - w : w;
-            simt_switch(&simt.main_sp, &simt.main_fake_stack, wave * SIMT_WAVE ^ simt.flip);
+            simt_enter(wave * SIMT_WAVE ^ simt.flip);
             if (simt.aborted) return false;
         }
         for (uint32_t w = 1; w < waves; w++) {
@@ -768,6 +807,7 @@ inline int simt_run(simt_kernel *kernel, uint32_t grid_x, uint32_t grid_z, uint3
     if (!simt.lds) {
         if (getenv("SIMT_PROFILE")) atexit(simt_profile);
         const size_t bytes = (size_t)SIMT_LDS_ARRAYS * SIMT_LDS_SLOT;
+        simt.stacks = (char *)simt_map((size_t)SIMT_MAX_THREADS * SIMT_STACK);
         simt.lds = (char *)simt_map(bytes);
         simt.word = (simt_cell *)simt_map(bytes / 4 * sizeof(simt_cell));
         simt.byte = (simt_cell *)simt_map(bytes * sizeof(simt_cell));
@@ -832,10 +872,26 @@ struct simt_registered : simt_kernel {
         [](const void *p) { rocq_k_##name(*(const args *)p); });                                  \
     extern "C" void rocq_k_##name([[maybe_unused]] const args &a)
 #else
-// Kernels number SIMT_PART, + SIMT_PARTS, ... of the file, which is so compiled in parts side by
-// side. The other kernels are templates that nobody asks for.
+// The file is compiled in parts side by side: in part SIMT_PARTS the kernels of formats that tests
+// use little, in part SIMT_PART, of fewer, number SIMT_PART, + SIMT_PARTS, ... of the others. The
+// kernels that are not in a part are templates that nobody asks for there.
+constexpr bool simt_is_rare(const char *name) {
+    for (; *name; name++) {
+        for (const char *format : {"_q1", "_q2", "_q3", "_q4_1", "_q5", "_q6", "_iq", "_tq", "_bf16",
+                                   "_mxfp6", "_nvfp"}) {
+            size_t n = 0;
+            while (format[n] && name[n] == format[n]) n++;
+            if (!format[n]) return true;
+        }
+    }
+    return false;
+}
+constexpr bool simt_in_part(const char *name, int number) {
+    return SIMT_PART == SIMT_PARTS ? simt_is_rare(name)
+                                   : number % SIMT_PARTS == SIMT_PART && !simt_is_rare(name);
+}
 #define KERNEL(name, args, threads)                                                               \
-    enum { simt_ours_##name = __COUNTER__ % SIMT_PARTS == SIMT_PART };                            \
+    enum { simt_ours_##name = simt_in_part(#name, __COUNTER__) };                                 \
     template <int> static void rocq_k_##name(const args &a);                                      \
     template <int ours> static int simt_register_##name() {                                       \
         if constexpr (ours) {                                                                     \
@@ -928,7 +984,7 @@ template <typename T> DEV void gstore(T *p, simt_given<T> v, SIMT_LINE) {
 
 template <typename T> struct __attribute__((packed)) simt_packed { T v; };
 template <typename T> SIMT_UNCHECKED T lget(const T *p, SIMT_LINE) {
-    if (!simt_lds_access(p, sizeof(T), alignof(T), SIMT_READ, nullptr, line)) {
+    if (!simt_lds_access<SIMT_READ>(p, sizeof(T), alignof(T), nullptr, line)) {
         T poison;
         simt_fill(&poison, 0xff, sizeof(T));
         return poison;
@@ -936,21 +992,21 @@ template <typename T> SIMT_UNCHECKED T lget(const T *p, SIMT_LINE) {
     return ((const simt_packed<T> *)p)->v;
 }
 template <typename T> SIMT_UNCHECKED void lput(T *p, simt_given<T> v, SIMT_LINE) {
-    if (simt_lds_access(p, sizeof(T), alignof(T), SIMT_WRITE, &v, line)) {
+    if (simt_lds_access<SIMT_WRITE>(p, sizeof(T), alignof(T), &v, line)) {
         ((simt_packed<T> *)p)->v = v;
     }
 }
 SIMT_UNCHECKED inline void lds_add(uint32_t *p, uint32_t v, SIMT_LINE) {
-    if (simt_lds_access(p, sizeof *p, alignof(uint32_t), SIMT_ATOMIC, nullptr, line)) *p += v;
+    if (simt_lds_access<SIMT_ATOMIC>(p, sizeof *p, alignof(uint32_t), nullptr, line)) *p += v;
 }
 SIMT_UNCHECKED inline void lds_add(unsigned long long *p, unsigned long long v, SIMT_LINE) {
-    if (simt_lds_access(p, sizeof *p, alignof(unsigned long long), SIMT_ATOMIC, nullptr, line)) {
+    if (simt_lds_access<SIMT_ATOMIC>(p, sizeof *p, alignof(unsigned long long), nullptr, line)) {
         *p += v;
     }
 }
 
 SIMT_UNCHECKED inline uint32_t lds_take(uint32_t *p, uint32_t n, SIMT_LINE) {
-    if (!simt_lds_access(p, sizeof *p, alignof(uint32_t), SIMT_ATOMIC, nullptr, line)) return 0;
+    if (!simt_lds_access<SIMT_ATOMIC>(p, sizeof *p, alignof(uint32_t), nullptr, line)) return 0;
     const uint32_t was = *p;
     *p += n;
     return was;
