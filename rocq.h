@@ -4289,10 +4289,9 @@ typedef struct rocq__profile rocq__profile;
 #if ROCQ__HAS_AVX2
 // A codebook in bytes, for the byte permutations of AVX-512 (rocq__pick_vbmi).
 typedef struct rocq__byte_book {
-    uint8_t half[2][2048];   // [0][k] has the digits of the first half of entry k, [1][k] those of
-                             // the second: of IQ1 and IQ2 four of two bits, of IQ3 two of three
-    uint8_t levels[3][64];   // [i][b]: what digit i of b stands for; of IQ1 that plus 7
-    uint8_t even_signs[128]; // rocq__even_signs
+    uint8_t half[2][2048]; // [0][k] has the digits of the first half of entry k, [1][k] those of
+                           // the second: of IQ1 and IQ2 four of two bits, of IQ3 two of three
+    uint8_t levels[3][64]; // [i][b]: what digit i of b stands for; of IQ1 that plus 7
 } rocq__byte_book;
 #endif
 
@@ -4302,6 +4301,7 @@ typedef struct rocq__books {
     uint32_t iq3_xxs[256], iq3_s[512];
 #if ROCQ__HAS_AVX2
     rocq__byte_book iq1_bytes, iq2_xxs_bytes, iq2_xs_bytes, iq2_s_bytes, iq3_xxs_bytes, iq3_s_bytes;
+    uint8_t even_signs[128]; // rocq__even_signs
 #endif
 } rocq__books;
 
@@ -4318,7 +4318,7 @@ struct rocq_ctx {
     struct rocq__gpu *gpu; // NULL on the CPU
     rocq_result gpu_result;
     int32_t cancelled;     // set by any thread (atomic)
-    bool whole;            // rocq_cancel does not stop ops that run: they are parts of a call
+    bool uncancelled;      // ops run to their end whatever rocq_cancel says: parts of a call
 #if ROCQ__HAS_PROFILE
     rocq__profile *profile;   // results, or NULL
     rocq__profile *profiling; // equal to profile while it is on, else NULL
@@ -4329,7 +4329,7 @@ struct rocq_ctx {
     bool has_simd;   // AVX2 with FMA and F16C, or NEON
     bool has_avx_vnni; // this and has_avx512 are never set without has_simd
     bool has_avx512; // F, BW, DQ, VL and VNNI
-    bool has_vbmi;   // AVX-512's permutations of bytes; never without has_avx512
+    bool has_vbmi;   // AVX-512's permutations of bytes; counts with has_avx512 only
     bool has_sdot;   // Arm's byte dot product
     bool reads_in_order; // memory is read fastest in one stream: rocq__cpu_reads_in_order
     bool quiet; // failures are not logged: in rocq_supports and in a rocq__attempt
@@ -6171,7 +6171,6 @@ static void rocq__make_byte_book(rocq__byte_book *to, const char *book, uint32_t
     for (int32_t i = 0; i < 3; i++) {
         for (uint32_t b = 0; b < 64; b++) to->levels[i][b] = level[b >> bits * i & mask];
     }
-    for (uint32_t b = 0; b < 128; b++) to->even_signs[b] = (uint8_t)rocq__even_signs(b);
 }
 #endif
 
@@ -6192,6 +6191,7 @@ static void rocq__make_books(rocq__books *books) {
     ROCQ__X(iq2_xxs, 256, 2, 0) ROCQ__X(iq2_xs, 512, 2, 0) ROCQ__X(iq2_s, 1024, 2, 0)
     ROCQ__X(iq3_xxs, 256, 3, 0) ROCQ__X(iq3_s, 512, 3, 0)
 #undef ROCQ__X
+    for (uint32_t b = 0; b < 128; b++) books->even_signs[b] = (uint8_t)rocq__even_signs(b);
 #endif
 }
 
@@ -6379,10 +6379,10 @@ static void rocq__unpack_mxfp6_e2m3(const void *block, int8_t *code, float *scal
     for (int32_t i = 0; i < 32; i++) code[i] = (int8_t)rocq__fp6(q[i], 3);
 }
 
-// The one format whose codes do not fit int8: up to 448. Its elements are those of F16 that have
-// three bits of exponent and two of mantissa, times 2^12, so that four can be moved to the places
-// of their bits at once. They become multiples of the smallest, 2^-4, by 2^16; a zero that is added
-// makes -0 to 0.
+// The one format whose codes do not fit int8: they go up to 448 times the smallest element, 2^-4.
+// An element has the bits of an F16 with a shorter exponent and mantissa. Moved to their places
+// there, four at once, they are the element times 2^-12; times 2^16 that is the code. Adding 0
+// turns -0 into 0.
 static void rocq__halves_mxfp6_e3m2(uint16_t half[32], const rocq_block_mxfp6_e3m2 *b) {
     const uint64_t ones = UINT64_C(0x0001000100010001);
     const uint8_t *qs = b->qs;
@@ -10330,8 +10330,8 @@ struct rocq__mm_kernels {
     rocq__mm_pass pass[2][3];           // [w is interleaved], for AVX2, AVX-VNNI and AVX-512
     rocq__mm_pass wide_pass;            // of 16 rows in the file's layout, for AVX-512
     rocq__take_book take_book;          // with a codebook: unpacks a block;
-    size_t book, byte_book;             // and the codebook's places in rocq__books. wide_pass
-                                        // takes VBMI if byte_book is not 0
+    size_t book;                        // and the codebook's place in rocq__books
+    bool vbmi;                          // wide_pass takes AVX-512's permutations of bytes
 };
 #endif
 
@@ -12127,6 +12127,7 @@ ROCQ__BLOCK_AVX2(iq1) { rocq__block_book_avx2(to, depth, row, at, ROCQ__IQ1); }
 typedef struct rocq__wide_sink {
     const int8_t *x; // of the block, as are its groups
     const rocq__mm_group *x_groups;
+    const rocq__books *books;
     __m512 sum;
 } rocq__wide_sink;
 
@@ -12789,6 +12790,7 @@ ROCQ__BLOCK_AVX512(nvfp4) {
         }
     }
 }
+
 // Four blocks are 25 lanes. Block b begins with byte b of lane 6 b, which is its exponent. Behind
 // it every three bytes are four codes of six bits: five, whose values from 16 on rocq__e2m3_upper
 // has, and a sign.
@@ -12880,9 +12882,9 @@ ROCQ__BYTEWISE __m512i rocq__spread_vbmi(__m512i v, const int at0, const int at1
 }
 
 // In each byte the signs of eight elements, by the byte's lower seven bits: see rocq__even_signs.
-ROCQ__BYTEWISE __m512i rocq__even_signs_vbmi(const rocq__byte_book *book, __m512i sevens) {
-    return _mm512_permutex2var_epi8(_mm512_loadu_si512(book->even_signs), sevens,
-                                    _mm512_loadu_si512(book->even_signs + 64));
+ROCQ__BYTEWISE __m512i rocq__even_signs_vbmi(const rocq__books *books, __m512i sevens) {
+    return _mm512_permutex2var_epi8(_mm512_loadu_si512(books->even_signs), sevens,
+                                    _mm512_loadu_si512(books->even_signs + 64));
 }
 
 // d (2 sc + 1), where sc is the lane's bits from `shift` on, as many as mask has.
@@ -12912,7 +12914,7 @@ ROCQ__BYTEWISE void rocq__turn_x_vbmi(int8_t turned[256], const int8_t *x) {
 
 // Adds the products of 16 elements of each row. Byte b of code[j] is of element 4 b + j, and its
 // sign is bit j of byte b of `signs`. x: those elements of rocq__turn_x_vbmi.
-ROCQ__BYTEWISE __m512i rocq__sixteen_vbmi(__m512i dot, const __m512i code[4], __m512i signs,
+ROCQ__BYTEWISE __m512i rocq__dot_16_vbmi(__m512i dot, const __m512i code[4], __m512i signs,
                                           const int8_t *x) {
     ROCQ__UNROLL
     for (int j = 0; j < 4; j++) {
@@ -12923,7 +12925,7 @@ ROCQ__BYTEWISE __m512i rocq__sixteen_vbmi(__m512i dot, const __m512i code[4], __
     return dot;
 }
 
-// The codes of 32 elements of IQ1 or IQ2, four entries of eight, as rocq__sixteen_vbmi wants them:
+// The codes of 32 elements of IQ1 or IQ2, four entries of eight, as rocq__dot_16_vbmi wants them:
 // code[0] of entries 0 and 1, code[1] of 2 and 3. Bytes 0 to 3 of a lane of `low`, and their bits
 // of the masks, are of entries 0, 2, 1 and 3: so a shift by one byte brings the second halves of
 // two entries between the first ones.
@@ -12947,7 +12949,7 @@ ROCQ__BYTEWISE void rocq__eights_vbmi(__m512i code[2][4], const rocq__byte_book 
 }
 
 // Adds the products of 16 elements of IQ3: four entries of four, in their order.
-ROCQ__BYTEWISE __m512i rocq__fours_vbmi(__m512i dot, const rocq__byte_book *book, const int n,
+ROCQ__BYTEWISE __m512i rocq__dot_fours_vbmi(__m512i dot, const rocq__byte_book *book, const int n,
                                         __m512i low, const __mmask64 high[3], __m512i signs,
                                         const int8_t *x) {
     __m512i code[4];
@@ -12956,7 +12958,7 @@ ROCQ__BYTEWISE __m512i rocq__fours_vbmi(__m512i dot, const rocq__byte_book *book
         const __m512i digits = rocq__pick_vbmi(book->half[j / 2], n, low, high);
         code[j] = _mm512_permutexvar_epi8(digits, _mm512_loadu_si512(book->levels[j % 2]));
     }
-    return rocq__sixteen_vbmi(dot, code, signs, x);
+    return rocq__dot_16_vbmi(dot, code, signs, x);
 }
 
 // Bytes 0, 2, 1 and 3 of each lane.
@@ -12973,10 +12975,10 @@ ROCQ__BYTEWISE __m512 rocq__book_d_vbmi(rocq__sixteen rows, float factor) {
     return _mm512_mul_ps(rocq__halves_avx512(v[0]), _mm512_set1_ps(factor));
 }
 
-// One block of each of the 16 rows. n: entries of the codebook, a constant.
-#define ROCQ__BLOCK_VBMI(name)                           \
-    ROCQ__BYTEWISE void rocq__block_##name##_vbmi(       \
-        rocq__wide_sink *to, rocq__sixteen rows, const int n, const rocq__byte_book *book)
+// One block of each of the 16 rows: n is 1.
+#define ROCQ__BLOCK_VBMI(name) \
+    ROCQ__BYTEWISE void rocq__block_##name##_vbmi(rocq__wide_sink *to, rocq__sixteen rows, \
+                                                  const int n)
 
 // The codes of IQ1 are 8 t - 7 for a digit t, or 8 t - 9 where delta is negative. What stands in
 // `levels` is 8 t, so that no code is negative, and 7 or 9 times the sum of x has to be subtracted.
@@ -13004,10 +13006,12 @@ ROCQ__BYTEWISE void rocq__high_bits_vbmi(__mmask64 high[3], __m512i v) {
 }
 
 ROCQ__BLOCK_VBMI(iq1_s) {
+    const rocq__byte_book *book = &to->books->iq1_bytes;
     const __m512 d = rocq__book_d_vbmi(rows, 0.125f);
     __m512i low[4], qh[4];
     int8_t x[256];
     int32_t sums[64];
+    (void)n;
     rocq__turn_x_vbmi(x, to->x);
     rocq__sum_x_vbmi(sums, x);
     rocq__take_rows_fetch_avx512(qh, rows, 34, 16);
@@ -13022,7 +13026,7 @@ ROCQ__BLOCK_VBMI(iq1_s) {
         __m512i dot = _mm512_mask_add_epi32(seven, negative, seven, _mm512_set1_epi32(-2 * sum));
         __mmask64 high[3];
         rocq__high_bits_vbmi(high, rocq__spread_vbmi(qh[g / 2], at, at + 6, at + 3, at + 9));
-        rocq__eights_vbmi(code, book, n, rocq__even_first_vbmi(low[g % 4]), high);
+        rocq__eights_vbmi(code, book, 2048, rocq__even_first_vbmi(low[g % 4]), high);
         ROCQ__UNROLL
         for (int j = 0; j < 8; j++) {
             dot = rocq__dot_4_avx512(dot, code[j / 4][j % 4], x + 32 * g + 4 * j);
@@ -13032,9 +13036,11 @@ ROCQ__BLOCK_VBMI(iq1_s) {
 }
 
 ROCQ__BLOCK_VBMI(iq1_m) {
+    const rocq__byte_book *book = &to->books->iq1_bytes;
     __m512i low[4], qh[4], tail[4];
     int8_t x[256];
     int32_t sums[64];
+    (void)n;
     rocq__turn_x_vbmi(x, to->x);
     rocq__sum_x_vbmi(sums, x);
     rocq__take_rows_fetch_avx512(qh, rows, 32, 16);
@@ -13058,7 +13064,7 @@ ROCQ__BLOCK_VBMI(iq1_m) {
         __m512i code[2][4];
         __mmask64 high[3];
         rocq__high_bits_vbmi(high, top);
-        rocq__eights_vbmi(code, book, n, rocq__even_first_vbmi(low[g % 4]), high);
+        rocq__eights_vbmi(code, book, 2048, rocq__even_first_vbmi(low[g % 4]), high);
         ROCQ__UNROLL
         for (int p = 0; p < 2; p++) {
             const __m128i twice = _mm_add_epi8( // each entry's byte for both of its halves
@@ -13080,9 +13086,11 @@ ROCQ__BLOCK_VBMI(iq1_m) {
 }
 
 ROCQ__BLOCK_VBMI(iq2_xxs) {
+    const rocq__byte_book *book = &to->books->iq2_xxs_bytes;
     const __mmask64 none[3] = {0, 0, 0};
     const __m512 d = rocq__book_d_vbmi(rows, 0.125f);
     int8_t x[256];
+    (void)n;
     rocq__turn_x_vbmi(x, to->x);
     ROCQ__UNROLL_PARTS
     for (int g = 0; g < 8; g += 2) {
@@ -13092,14 +13100,14 @@ ROCQ__BLOCK_VBMI(iq2_xxs) {
         for (int i = 0; i < 2; i++) {
             const __m512i word = v[2 * i + 1];
             const __m512i all =
-                rocq__even_signs_vbmi(book, rocq__spread_vbmi(word, 0, 7, 14, 21));
+                rocq__even_signs_vbmi(to->books, rocq__spread_vbmi(word, 0, 7, 14, 21));
             const __m512i signs[2] = {rocq__spread_vbmi(all, 0, 4, 8, 12),
                                       rocq__spread_vbmi(all, 16, 20, 24, 28)};
             __m512i code[2][4], dot = _mm512_setzero_si512();
-            rocq__eights_vbmi(code, book, n, rocq__even_first_vbmi(v[2 * i]), none);
+            rocq__eights_vbmi(code, book, 256, rocq__even_first_vbmi(v[2 * i]), none);
             ROCQ__UNROLL
             for (int p = 0; p < 2; p++) {
-                dot = rocq__sixteen_vbmi(dot, code[p], signs[p], x + 32 * (g + i) + 16 * p);
+                dot = rocq__dot_16_vbmi(dot, code[p], signs[p], x + 32 * (g + i) + 16 * p);
             }
             rocq__end_group_avx512(to, dot, rocq__odd_scale_vbmi(d, word, 28, 15), g + i);
         }
@@ -13107,10 +13115,12 @@ ROCQ__BLOCK_VBMI(iq2_xxs) {
 }
 
 ROCQ__BLOCK_VBMI(iq2_xs) {
+    const rocq__byte_book *book = &to->books->iq2_xs_bytes;
     const __mmask64 odd = 0xaaaaaaaaaaaaaaaau;
     const __m512 d = rocq__book_d_vbmi(rows, 0.125f);
     __m512i v[4], tail[4];
     int8_t x[256];
+    (void)n;
     rocq__turn_x_vbmi(x, to->x);
     rocq__take_rows_fetch_avx512(tail, rows, 58, 64); // lanes 2 and 3 are the scales
     ROCQ__UNROLL_PARTS
@@ -13120,14 +13130,14 @@ ROCQ__BLOCK_VBMI(iq2_xs) {
         const __m512i low = _mm512_mask_blend_epi8(odd, a, _mm512_slli_epi32(b, 8));
         const __m512i top = _mm512_mask_blend_epi8(odd, _mm512_srli_epi32(a, 8), b);
         const __mmask64 high[3] = {_mm512_test_epi8_mask(top, _mm512_set1_epi8(1)), 0, 0};
-        const __m512i all = rocq__even_signs_vbmi(book, _mm512_srli_epi32(top, 1));
+        const __m512i all = rocq__even_signs_vbmi(to->books, _mm512_srli_epi32(top, 1));
         const __m512i signs[2] = {rocq__spread_vbmi(all, 0, 4, 16, 20),
                                   rocq__spread_vbmi(all, 8, 12, 24, 28)};
         __m512i code[2][4];
-        rocq__eights_vbmi(code, book, n, low, high);
+        rocq__eights_vbmi(code, book, 512, low, high);
         ROCQ__UNROLL
         for (int p = 0; p < 2; p++) {
-            const __m512i dot = rocq__sixteen_vbmi(_mm512_setzero_si512(), code[p], signs[p],
+            const __m512i dot = rocq__dot_16_vbmi(_mm512_setzero_si512(), code[p], signs[p],
                                                    x + 32 * g + 16 * p);
             const __m512 scale = rocq__odd_scale_vbmi(d, tail[2 + g / 4], g % 4 * 8 + 4 * p, 15);
             rocq__end_group_avx512(to, dot, scale, 2 * g + p);
@@ -13136,9 +13146,11 @@ ROCQ__BLOCK_VBMI(iq2_xs) {
 }
 
 ROCQ__BLOCK_VBMI(iq2_s) {
+    const rocq__byte_book *book = &to->books->iq2_s_bytes;
     const __m512 d = rocq__book_d_vbmi(rows, 0.125f);
     __m512i low[4], all[4], tail[4];
     int8_t x[256];
+    (void)n;
     rocq__turn_x_vbmi(x, to->x);
     rocq__take_rows_fetch_avx512(tail, rows, 66, 64); // bits 8 and 9 of entries, then scales
     ROCQ__UNROLL_PARTS
@@ -13152,10 +13164,10 @@ ROCQ__BLOCK_VBMI(iq2_s) {
         const __m512i signs[2] = {rocq__spread_vbmi(all[g % 4], 0, 4, 8, 12),
                                   rocq__spread_vbmi(all[g % 4], 16, 20, 24, 28)};
         __m512i code[2][4];
-        rocq__eights_vbmi(code, book, n, rocq__even_first_vbmi(low[g % 4]), high);
+        rocq__eights_vbmi(code, book, 1024, rocq__even_first_vbmi(low[g % 4]), high);
         ROCQ__UNROLL
         for (int p = 0; p < 2; p++) {
-            const __m512i dot = rocq__sixteen_vbmi(_mm512_setzero_si512(), code[p], signs[p],
+            const __m512i dot = rocq__dot_16_vbmi(_mm512_setzero_si512(), code[p], signs[p],
                                                    x + 32 * g + 16 * p);
             const __m512 scale = rocq__odd_scale_vbmi(d, tail[2 + g / 4], g % 4 * 8 + 4 * p, 15);
             rocq__end_group_avx512(to, dot, scale, 2 * g + p);
@@ -13164,23 +13176,25 @@ ROCQ__BLOCK_VBMI(iq2_s) {
 }
 
 ROCQ__BLOCK_VBMI(iq3_xxs) {
+    const rocq__byte_book *book = &to->books->iq3_xxs_bytes;
     const __mmask64 none[3] = {0, 0, 0};
     const __m512 d = rocq__book_d_vbmi(rows, 0.25f);
     __m512i v[4], word[4];
     int8_t x[256];
+    (void)n;
     rocq__turn_x_vbmi(x, to->x);
     ROCQ__UNROLL_PARTS
     for (int g = 0; g < 8; g++) {
         if (g % 4 == 0) rocq__take_rows_fetch_avx512(word, rows, 66 + 4 * g, 12 * g + 32);
         if (g % 2 == 0) rocq__take_rows_fetch_avx512(v, rows, 2 + 8 * g, g / 4 * 48 + g % 4 * 8);
         const __m512i sevens = rocq__spread_vbmi(word[g % 4], 0, 7, 14, 21);
-        const __m512i all = rocq__even_signs_vbmi(book, sevens);
+        const __m512i all = rocq__even_signs_vbmi(to->books, sevens);
         __m512i dot = _mm512_setzero_si512();
         ROCQ__UNROLL
         for (int p = 0; p < 2; p++) {
             const __m512i signs =
                 rocq__spread_vbmi(all, 16 * p, 16 * p + 4, 16 * p + 8, 16 * p + 12);
-            dot = rocq__fours_vbmi(dot, book, n, v[g % 2 * 2 + p], none, signs,
+            dot = rocq__dot_fours_vbmi(dot, book, 256, v[g % 2 * 2 + p], none, signs,
                                    x + 32 * g + 16 * p);
         }
         rocq__end_group_avx512(to, dot, rocq__odd_scale_vbmi(d, word[g % 4], 28, 15), g);
@@ -13188,9 +13202,11 @@ ROCQ__BLOCK_VBMI(iq3_xxs) {
 }
 
 ROCQ__BLOCK_VBMI(iq3_s) {
+    const rocq__byte_book *book = &to->books->iq3_s_bytes;
     const __m512 d = rocq__book_d_vbmi(rows, 1.0f);
     __m512i v[4], tail[12];
     int8_t x[256];
+    (void)n;
     rocq__turn_x_vbmi(x, to->x);
     rocq__take_rows_fetch_avx512(tail, rows, 66, 64);     // lanes 0 and 1: bits 8 of entries
     rocq__take_rows_fetch_avx512(tail + 4, rows, 82, 80); // from lane 2 on: signs
@@ -13208,7 +13224,7 @@ ROCQ__BLOCK_VBMI(iq3_s) {
                 0, 0};
             const __m512i signs =
                 rocq__spread_vbmi(all, 16 * p, 16 * p + 4, 16 * p + 8, 16 * p + 12);
-            dot = rocq__fours_vbmi(dot, book, n, v[g % 2 * 2 + p], high, signs,
+            dot = rocq__dot_fours_vbmi(dot, book, 512, v[g % 2 * 2 + p], high, signs,
                                    x + 32 * g + 16 * p);
         }
         rocq__end_group_avx512(to, dot, rocq__odd_scale_vbmi(d, tail[11], 4 * g, 15), g);
@@ -13366,33 +13382,11 @@ ROCQ__WIDE void rocq__pass_blocks_avx512(rocq__wide_sink *to, const rocq__mm_row
 ROCQ__WIDE void rocq__pass_avx512(float *sums, const rocq__mm_tile *tile,
                                   const rocq__mm_rows *rows, rocq__block_avx512 block,
                                   const rocq__codec *codec, const int at_once, const int last) {
-    rocq__wide_sink to = {rocq__tile_codes(tile, 0), rocq__tile_groups(tile, 0),
+    rocq__wide_sink to = {rocq__tile_codes(tile, 0), rocq__tile_groups(tile, 0), rows->books,
                           _mm512_setzero_ps()};
     int64_t b = 0;
     rocq__pass_blocks_avx512(&to, rows, block, codec, at_once, &b);
     if (last < at_once) rocq__pass_blocks_avx512(&to, rows, block, codec, last, &b);
-    _mm512_storeu_ps(sums, to.sum);
-}
-
-typedef void (*rocq__block_vbmi)(rocq__wide_sink *to, rocq__sixteen rows, const int n,
-                                 const rocq__byte_book *book);
-
-// A pass of 16 rows of a format with a codebook of n entries.
-ROCQ__BYTEWISE void rocq__pass_vbmi(float *sums, const rocq__mm_tile *tile,
-                                    const rocq__mm_rows *rows, rocq__block_vbmi block,
-                                    const rocq__codec *codec, const int n) {
-    rocq__wide_sink to = {rocq__tile_codes(tile, 0), rocq__tile_groups(tile, 0),
-                          _mm512_setzero_ps()};
-    const void *book = (const char *)rows->books + rows->kernels->byte_book;
-    const bool by_row = rows->row_ahead != 0;
-    for (int64_t b = 0; b < rows->n_blocks; b++) {
-        const int64_t at = b * codec->info.block_bytes;
-        const int64_t ahead = by_row ? rocq__fetch_in_row(rows, at) : rows->ahead;
-        block(&to, rocq__sixteen_at(rows, at, by_row, ahead), n,
-              (const rocq__byte_book *)book);
-        to.x += codec->info.block_elems;
-        to.x_groups += codec->info.block_elems / codec->group;
-    }
     _mm512_storeu_ps(sums, to.sum);
 }
 
@@ -13401,7 +13395,7 @@ ROCQ__WIDE void rocq__pass_interleaved_avx512(float *sums, const rocq__mm_tile *
                                               const rocq__mm_rows *rows, rocq__block_avx512 block,
                                               const rocq__codec *codec) {
     const int64_t bytes = ROCQ__SIDE_BY_SIDE * codec->info.block_bytes;
-    rocq__wide_sink to = {rocq__tile_codes(tile, 0), rocq__tile_groups(tile, 0),
+    rocq__wide_sink to = {rocq__tile_codes(tile, 0), rocq__tile_groups(tile, 0), rows->books,
                           _mm512_setzero_ps()};
     __m512 sum[ROCQ__MM_ROWS];
     for (int32_t i = 0; i < rows->n_streams; i++) sum[i] = _mm512_setzero_ps();
@@ -13632,14 +13626,13 @@ ROCQ__BOOK(eights)
 ROCQ__BOOK(fours)
 ROCQ__BOOK(iq1)
 #undef ROCQ__BOOK
-#define ROCQ__X(name, n)                                                                          \
+#define ROCQ__X(name)                                                                             \
     ROCQ__TARGET_VBMI static void rocq__pass_##name##_vbmi(                                       \
         float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
-        rocq__pass_vbmi(sums, tile, rows, rocq__block_##name##_vbmi, &rocq__codec_##name, n);     \
+        rocq__pass_avx512(sums, tile, rows, rocq__block_##name##_vbmi, &rocq__codec_##name, 1, 1); \
     }
-ROCQ__X(iq1_s, 2048) ROCQ__X(iq1_m, 2048)
-ROCQ__X(iq2_xxs, 256) ROCQ__X(iq2_xs, 512) ROCQ__X(iq2_s, 1024)
-ROCQ__X(iq3_xxs, 256) ROCQ__X(iq3_s, 512)
+ROCQ__X(iq1_s) ROCQ__X(iq1_m) ROCQ__X(iq2_xxs) ROCQ__X(iq2_xs) ROCQ__X(iq2_s)
+ROCQ__X(iq3_xxs) ROCQ__X(iq3_s)
 #undef ROCQ__X
 #undef ROCQ__PACK
 #undef ROCQ__PASS
@@ -13658,13 +13651,13 @@ static const rocq__mm_kernels *rocq__mm_kernels_of(rocq_format format) {
       {ROCQ__IF_##interleaved(rocq__pass_interleaved_##name##_avx2, NULL),                        \
        ROCQ__IF_##its_vnni(rocq__pass_interleaved_##name##_avx_vnni, NULL),                       \
        ROCQ__IF_##interleaved(rocq__pass_interleaved_##name##_avx512, NULL)}},                    \
-     ROCQ__IF_##at_once(rocq__pass_##name##_avx512, NULL), NULL, 0, 0},
+     ROCQ__IF_##at_once(rocq__pass_##name##_avx512, NULL), NULL, 0, false},
         ROCQ__MM_KERNELS(ROCQ__X)
 #undef ROCQ__X
 #define ROCQ__X(NAME, name, entry, of)                                                            \
     {ROCQ_##NAME, 0, 0, 1, rocq__pack_##entry##_avx2, {{NULL, NULL}, {NULL, NULL}},               \
      {{rocq__pass_##entry##_avx2, NULL, NULL}, {NULL, NULL, NULL}}, rocq__pass_##name##_vbmi,     \
-     rocq__book_##name##_avx2, offsetof(rocq__books, of), offsetof(rocq__books, of##_bytes)},
+     rocq__book_##name##_avx2, offsetof(rocq__books, of), true},
         ROCQ__X(IQ1_S, iq1_s, iq1, iq1)
         ROCQ__X(IQ1_M, iq1_m, iq1, iq1)
         ROCQ__X(IQ2_XXS, iq2_xxs, eights, iq2_xxs)
@@ -13732,7 +13725,7 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     mm->pass = mm->avx512 && pass[2] ? pass[2] : mm->avx_vnni && pass[1] ? pass[1] : pass[0];
     if (is_signed && mm->pass != pass[0]) mm->offset = 128;
     mm->wide_pass = mm->interleaved ? mm->pass : NULL;
-    if ((kernels->byte_book ? mm->vbmi : mm->avx512) && !mm->interleaved && kernels->wide_pass &&
+    if ((kernels->vbmi ? mm->vbmi : mm->avx512) && !mm->interleaved && kernels->wide_pass &&
         mm->w->ne[0] % (kernels->last * codec->info.block_elems) == 0) {
         mm->wide_pass = kernels->wide_pass;
     }
@@ -25915,7 +25908,7 @@ static rocq_result rocq__run_cpu(rocq_ctx *ctx, const rocq__op *op, const void *
         ROCQ__TRY(rocq__scratch(ctx, bytes, &scratch));
     }
     const rocq__plan plan = rocq__plan_cpu(ctx, op, params, scratch, ROCQ__WORTH_OP, &one);
-    return rocq__team_run(ctx, ctx->whole ? NULL : op->name, plan.stages, plan.n_stages);
+    return rocq__team_run(ctx, ctx->uncancelled ? NULL : op->name, plan.stages, plan.n_stages);
 }
 
 static rocq_result rocq__plan_hip(rocq_ctx *ctx, const rocq__op *op, const void *params,
@@ -27838,9 +27831,9 @@ static int32_t rocq__kv_run(const rocq_kv *kv, int32_t seq, int32_t pos, int32_t
 
 // rocq_cancel may be called at any time, but stops no op here: see rocq__kv_begin.
 static rocq_result rocq__kv_run_op(rocq_kv *kv, const rocq__op *op, const void *params) {
-    kv->ctx->whole = true;
+    kv->ctx->uncancelled = true;
     const rocq_result result = rocq__run_on_device(kv->ctx, op, params);
-    kv->ctx->whole = false;
+    kv->ctx->uncancelled = false;
     return result;
 }
 

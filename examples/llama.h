@@ -1723,7 +1723,8 @@ static rocq_result llama__copy_convs(llama_model *m, bool back) {
     return ROCQ_OK;
 }
 
-// Once nothing else can fail before the batch: makes it possible to run it again.
+// What makes it possible to run the batch again. It comes behind whatever can refuse the batch, as
+// from here on convolutions can go back no further than the batch allows.
 static rocq_result llama__begin_convs(llama_model *m, int32_t n) {
     if (m->n_past > 0 && m->spared == m->n_past) {
         LLAMA__TRY(llama__copy_convs(m, true));
