@@ -13,12 +13,13 @@
 #define INSIDE_FN
 #endif
 
-INSIDE_FN bool *inside_has_simd(rocq_ctx *ctx);
-INSIDE_FN bool *inside_has_avx512(rocq_ctx *ctx);
-INSIDE_FN bool *inside_has_avx_vnni(rocq_ctx *ctx);
-INSIDE_FN bool *inside_has_vbmi(rocq_ctx *ctx);
-INSIDE_FN bool *inside_has_sdot(rocq_ctx *ctx);
-INSIDE_FN bool *inside_reads_in_order(rocq_ctx *ctx);
+// X(name): inside_NAME is the address of that flag of a context.
+#define INSIDE_FLAGS(X)                                                                            \
+    X(has_simd) X(has_avx_vnni) X(has_avx512) X(has_vbmi) X(has_sdot) X(reads_in_order)
+#define INSIDE_DECLARED(name) INSIDE_FN bool *inside_##name(rocq_ctx *ctx);
+INSIDE_FLAGS(INSIDE_DECLARED)
+#undef INSIDE_DECLARED
+
 INSIDE_FN int32_t *inside_target(rocq_ctx *ctx); // of the GPU: 0x1100 is gfx1100
 INSIDE_FN char *inside_error(rocq_ctx *ctx);
 INSIDE_FN size_t inside_error_size(void);
@@ -87,28 +88,10 @@ INSIDE_FUNCTIONS(INSIDE_DECLARED)
 
 #ifdef ROCQ_IMPLEMENTATION
 
-INSIDE_FN bool *inside_has_simd(rocq_ctx *ctx) {
-    return &ctx->has_simd;
-}
-
-INSIDE_FN bool *inside_has_avx512(rocq_ctx *ctx) {
-    return &ctx->has_avx512;
-}
-
-INSIDE_FN bool *inside_has_avx_vnni(rocq_ctx *ctx) {
-    return &ctx->has_avx_vnni;
-}
-INSIDE_FN bool *inside_has_vbmi(rocq_ctx *ctx) {
-    return &ctx->has_vbmi;
-}
-
-INSIDE_FN bool *inside_has_sdot(rocq_ctx *ctx) {
-    return &ctx->has_sdot;
-}
-
-INSIDE_FN bool *inside_reads_in_order(rocq_ctx *ctx) {
-    return &ctx->reads_in_order;
-}
+#define INSIDE_DEFINED(name) \
+    INSIDE_FN bool *inside_##name(rocq_ctx *ctx) { return &ctx->name; }
+INSIDE_FLAGS(INSIDE_DEFINED)
+#undef INSIDE_DEFINED
 
 INSIDE_FN int32_t *inside_target(rocq_ctx *ctx) {
     return &ctx->gpu->chip.target;

@@ -13,6 +13,7 @@
 #include <stdarg.h>
 #include <cmocka.h>
 
+#include "cancelling.h"
 #include "ops.h"
 
 #ifdef KV_TEARDOWN
@@ -1057,16 +1058,6 @@ static void test_bad_arguments(void **state) {
 }
 
 // -- cancelling --
-
-static rocq_ctx *to_cancel;
-static int64_t n_runs, cancel_at; // runs of tasks so far, and the one that begins with rocq_cancel
-
-static void cancelling_tasks(void (*task)(void *arg, int32_t i), void *arg, int32_t n,
-                             void *user) {
-    (void)user;
-    if (n_runs++ == cancel_at) rocq_cancel(to_cancel);
-    for (int32_t i = 0; i < n; i++) task(arg, i);
-}
 
 // What a call makes of sequence 0, as rocq_kv_save has it; cancelled in run `at` of its tasks.
 static unsigned char *moved_rows(int call, int32_t page_size, int64_t at, int64_t *size) {

@@ -16,6 +16,7 @@
 
 #include "../examples/llama.h"
 
+#include "cancelling.h"
 #include "counted.h"
 #include "llama_cpp.h"
 #include "models.h"
@@ -1545,16 +1546,6 @@ static void test_forget(void **state) {
     }
     free(got);
     free(want);
-}
-
-static rocq_ctx *to_cancel;
-static int64_t n_runs, cancel_at; // runs of tasks so far, and the one that begins with rocq_cancel
-
-static void cancelling_tasks(void (*task)(void *arg, int32_t i), void *arg, int32_t n,
-                             void *user) {
-    (void)user;
-    if (n_runs++ == cancel_at) rocq_cancel(to_cancel);
-    for (int32_t i = 0; i < n; i++) task(arg, i);
 }
 
 // A batch of more than LLAMA_BACK tokens that is cancelled, wherever that finds it, can be run

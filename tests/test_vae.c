@@ -16,6 +16,8 @@
 
 #include "../examples/vae.h"
 
+#include "cancelling.h"
+
 #include <sys/stat.h>
 
 #ifndef VAE_BACKEND // tests/test_vae_gpu.c runs some of it on the stand-in of a GPU
@@ -1189,16 +1191,6 @@ static void test_tiles_without_memory(void **state) {
     io_close(&x);
 }
 
-static rocq_ctx *to_cancel;
-static int64_t n_runs, cancel_at; // runs of tasks so far, and the one that ends with rocq_cancel
-
-static void cancelling_tasks(void (*task)(void *arg, int32_t i), void *arg, int32_t n,
-                             void *user) {
-    (void)user;
-    for (int32_t i = 0; i < n; i++) task(arg, i);
-    if (n_runs++ == cancel_at) rocq_cancel(to_cancel);
-}
-
 // A request that is cancelled while weights are scaled for F16 leaves no model that gives something
 // else from then on.
 static void test_scaling_cancelled(void **state) {
@@ -1209,6 +1201,7 @@ static void test_scaling_cancelled(void **state) {
     const size_t size = N * sizeof(float);
     float latents[4 * SIDE * SIDE], *want = floats(N), *got = floats(N);
     int64_t n = 1, n_refused = 0;
+    cancel_behind = true; // so that the weights of that run are scaled
     for (int i = 0; i < 4 * SIDE * SIDE; i++) latents[i] = (float)(i * 37 % 101 - 50) * 0.02f;
     for (int64_t at = -1; at < n; at++) {
         const vae_options options = {.family = "sd1", .scale = 0.13025f, .n_groups = 4,
