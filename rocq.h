@@ -10335,9 +10335,16 @@ struct rocq__mm_kernels {
 };
 #endif
 
-// Adds k products per row and column of x; k is a multiple of 8.
+// The columns that a dot of floats multiplies with.
+typedef struct rocq__mm_floats {
+    const float *x; // the first
+    int64_t stride; // floats from column to column
+    int64_t n;
+} rocq__mm_floats;
+
+// Adds to sums[column][row] the products over k elements, a multiple of 8.
 typedef void (*rocq__mm_dot_float)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
-                                   int64_t k, const float *x, int64_t column_floats, int64_t n);
+                                   int64_t k, const rocq__mm_floats *columns);
 
 // Returns the product of one row, of k elements, with one column.
 typedef float (*rocq__mm_dot_row)(const unsigned char *w, const float *x, int64_t k);
@@ -10891,8 +10898,9 @@ ROCQ__TARGET_SDOT ROCQ__DOT_INT8(sdot)
 // fused form has the bits of the vectors' multiply-adds; without the instruction it is slow.
 #define ROCQ__DOT_SCALAR(name, add)                                                              \
     static void rocq__##name(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,           \
-                             int64_t k, const float *x, int64_t column_floats, int64_t n) {       \
-        for (int64_t c = 0; c < n; c++, x += column_floats) {                                     \
+                             int64_t k, const rocq__mm_floats *columns) {                        \
+        const float *x = columns->x;                                                              \
+        for (int64_t c = 0; c < columns->n; c++, x += columns->stride) {                          \
             for (int r = 0; r < ROCQ__MM_ROWS; r++) {                                             \
                 const float *w = (const float *)(const void *)rows->at[r];                        \
                 float s[8] = {0};                                                                 \
@@ -10923,19 +10931,19 @@ ROCQ__V8 rocq__v8 rocq__v8_load_float(const rocq_format format, const unsigned c
                                 : rocq__v8_from_bf16(at);
 }
 
-// Adds the products of n_columns with a panel's rows, four at a time: as many sums as fit the
-// registers, so that their independent chains hide the latency of the adds. format and n_columns
+// Adds the products of the columns with a panel's rows, four at a time: as many sums as fit the
+// registers, so that their independent chains hide the latency of the adds. format and columns.n
 // are constants where this is inlined.
 ROCQ__V8 void rocq__dot_float(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
-                              const rocq_format format, int64_t k, const float *x,
-                              int64_t column_floats, const int n_columns, bool fetch) {
+                              const rocq_format format, int64_t k, rocq__mm_floats columns,
+                              bool fetch) {
     const int64_t bytes = format == ROCQ_F32 ? 4 : 2;
     for (int row = 0; row < ROCQ__MM_ROWS; row += 4) {
         const unsigned char *const *w = rows->at + row;
         const unsigned char *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
         rocq__v8 s[3][4];
         ROCQ__UNROLL
-        for (int c = 0; c < n_columns; c++) {
+        for (int c = 0; c < columns.n; c++) {
             ROCQ__UNROLL
             for (int r = 0; r < 4; r++) s[c][r] = rocq__v8_set1(0.0f);
         }
@@ -10943,18 +10951,20 @@ ROCQ__V8 void rocq__dot_float(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_row
             const bool new_line = fetch && i * bytes % 64 == 0;
             rocq__v8 v[3];
             ROCQ__UNROLL
-            for (int c = 0; c < n_columns; c++) v[c] = rocq__v8_load(x + c * column_floats + i);
+            for (int c = 0; c < columns.n; c++) {
+                v[c] = rocq__v8_load(columns.x + c * columns.stride + i);
+            }
             ROCQ__UNROLL
             for (int r = 0; r < 4; r++) {
                 const unsigned char *at = r == 0 ? w0 : r == 1 ? w1 : r == 2 ? w2 : w3;
                 const rocq__v8 a = rocq__v8_load_float(format, at += i * bytes);
                 if (new_line) ROCQ__FETCH(at, rows->ahead);
                 ROCQ__UNROLL
-                for (int c = 0; c < n_columns; c++) s[c][r] = rocq__v8_fma(a, v[c], s[c][r]);
+                for (int c = 0; c < columns.n; c++) s[c][r] = rocq__v8_fma(a, v[c], s[c][r]);
             }
         }
         ROCQ__UNROLL
-        for (int c = 0; c < n_columns; c++) {
+        for (int c = 0; c < columns.n; c++) {
             float four[4];
             rocq__v8_sum4(four, s[c][0], s[c][1], s[c][2], s[c][3]);
             for (int r = 0; r < 4; r++) sums[c][row + r] += four[r];
@@ -10965,20 +10975,26 @@ ROCQ__V8 void rocq__dot_float(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_row
 // At most `most` columns per pass, spread evenly: four columns are two and two, not three and one.
 #define ROCQ__DOT_FLOAT(name, NAME, TARGET, kernel, most)                                         \
     TARGET static void rocq__dot_##name(float (*sums)[ROCQ__MM_TILE_M],                           \
-                                        const rocq__mm_rows *rows, int64_t k, const float *x,     \
-                                        int64_t column_floats, int64_t n) {                       \
+                                        const rocq__mm_rows *rows, int64_t k,                     \
+                                        const rocq__mm_floats *columns) {                        \
         const rocq_format f = ROCQ_##NAME;                                                        \
-        const int64_t floats = column_floats;                                                     \
-        for (int64_t c = 0, some; c < n; c += some, x += some * floats, sums += some) {           \
+        const float *x = columns->x;                                                              \
+        const int64_t n = columns->n, stride = columns->stride;                                   \
+        for (int64_t c = 0, some; c < n; c += some, x += some * stride, sums += some) {           \
             const int64_t passes = (n - c + (most) - 1) / (most);                                 \
             some = (n - c + passes - 1) / passes;                                                 \
-            if (some == 1) kernel(sums, rows, f, k, x, floats, 1, c == 0);                        \
-            if (some == 2) kernel(sums, rows, f, k, x, floats, 2, c == 0);                        \
-            if (some == 3) kernel(sums, rows, f, k, x, floats, 3, c == 0);                        \
-            if ((most) > 3 && some == 4) kernel(sums, rows, f, k, x, floats, 4, c == 0);          \
-            if ((most) > 3 && some == 5) kernel(sums, rows, f, k, x, floats, 5, c == 0);          \
-            if ((most) > 3 && some == 6) kernel(sums, rows, f, k, x, floats, 6, c == 0);          \
+            ROCQ__DOT_SOME(kernel, most, 1)                                                       \
+            ROCQ__DOT_SOME(kernel, most, 2)                                                       \
+            ROCQ__DOT_SOME(kernel, most, 3)                                                       \
+            ROCQ__DOT_SOME(kernel, most, 4)                                                       \
+            ROCQ__DOT_SOME(kernel, most, 5)                                                       \
+            ROCQ__DOT_SOME(kernel, most, 6)                                                       \
         }                                                                                         \
+    }
+#define ROCQ__DOT_SOME(kernel, most, count)                                                       \
+    if ((count) <= (most) && some == (count)) {                                                   \
+        const rocq__mm_floats part = {x, stride, count};                                         \
+        kernel(sums, rows, f, k, part, c == 0);                                                   \
     }
 ROCQ__DOT_FLOAT(f32_simd, F32, ROCQ__SIMD, rocq__dot_float, 3)
 ROCQ__DOT_FLOAT(f16_simd, F16, ROCQ__SIMD, rocq__dot_float, 3)
@@ -11041,14 +11057,14 @@ ROCQ__DOT_ROW(bf16, BF16)
 // the panel is F32 at rows->at[0], [k / 8][row][8].
 ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_panel(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows, const rocq_format format, int64_t k,
-    const float *x, int64_t column_floats, const int n_columns, bool fetch, const bool eights) {
+    rocq__mm_floats columns, bool fetch, const bool eights) {
     const int64_t bytes = format == ROCQ_F32 ? 4 : 2;
     const unsigned char *at[ROCQ__MM_ROWS];
     __m512 s[6][4]; // of rows 2 p and 2 p + 1
     ROCQ__UNROLL
     for (int r = 0; r < ROCQ__MM_ROWS; r++) at[r] = rows->at[eights ? 0 : r];
     ROCQ__UNROLL
-    for (int c = 0; c < n_columns; c++) {
+    for (int c = 0; c < columns.n; c++) {
         ROCQ__UNROLL
         for (int p = 0; p < 4; p++) s[c][p] = _mm512_setzero_ps();
     }
@@ -11073,15 +11089,15 @@ ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_panel(
             }
         }
         ROCQ__UNROLL
-        for (int c = 0; c < n_columns; c++) {
-            const float *eight = x + c * column_floats + i;
+        for (int c = 0; c < columns.n; c++) {
+            const float *eight = columns.x + c * columns.stride + i;
             const __m512 v = _mm512_broadcast_f32x8(_mm256_loadu_ps(eight));
             ROCQ__UNROLL
             for (int p = 0; p < 4; p++) s[c][p] = _mm512_fmadd_ps(w[p], v, s[c][p]);
         }
     }
     ROCQ__UNROLL
-    for (int c = 0; c < n_columns; c++) {
+    for (int c = 0; c < columns.n; c++) {
         rocq__v8 of_row[ROCQ__MM_ROWS];
         ROCQ__UNROLL
         for (int p = 0; p < 4; p++) {
@@ -11122,6 +11138,7 @@ ROCQ__SIMD static void rocq__decode_eights(float *dst, rocq_format format,
 }
 #endif
 #undef ROCQ__DOT_FLOAT
+#undef ROCQ__DOT_SOME
 #endif
 
 // -- which kernels a format has --
@@ -13777,9 +13794,10 @@ static void rocq__mm_panel_float(const rocq__mm *mm, rocq__mm_work *work,
                                  float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
                                  int64_t k, const float *x, int64_t n) {
     const rocq_format format = mm->w->format;
-    const int64_t column_floats = mm->column_bytes / 4, padded = (k + 7) / 8 * 8;
+    const rocq__mm_floats columns = {x, mm->column_bytes / 4, n};
+    const int64_t padded = (k + 7) / 8 * 8;
     if (mm->dot_as_is && padded == k) {
-        mm->dot_as_is(sums, rows, k, x, column_floats, n);
+        mm->dot_as_is(sums, rows, k, &columns);
         return;
     }
     rocq__mm_rows floats;
@@ -13791,7 +13809,7 @@ static void rocq__mm_panel_float(const rocq__mm *mm, rocq__mm_work *work,
             rocq__decode_eights(work->rows[0] + 8 * r, format, rows->at[r], k, next);
         }
         floats.at[0] = (const unsigned char *)work->rows;
-        mm->dot_f32(sums, &floats, padded, x, column_floats, n);
+        mm->dot_f32(sums, &floats, padded, &columns);
         return;
     }
 #endif
@@ -13804,7 +13822,7 @@ static void rocq__mm_panel_float(const rocq__mm *mm, rocq__mm_work *work,
         for (int64_t i = k; i < padded; i++) work->rows[r][i] = 0.0f;
         floats.at[r] = (const unsigned char *)work->rows[r];
     }
-    mm->dot_f32(sums, &floats, padded, x, column_floats, n);
+    mm->dot_f32(sums, &floats, padded, &columns);
 }
 
 // The product addresses rows as if w had the file's layout. The index, counted through all matrices
@@ -13837,18 +13855,26 @@ static void rocq__mm_rows_at(const rocq__mm *mm, rocq__mm_work *work, rocq__mm_r
     }
 }
 
-// Adds to sums the products of a panel of rows, with INT8 of n_pairs pairs, with n columns over
-// elements first .. first + k of K.
-static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
-                           float (*sums)[ROCQ__MM_TILE_M], const unsigned char *const *row,
-                           int n_pairs, int64_t first, int64_t k, const unsigned char *columns,
-                           int64_t n) {
+// Rows and columns of a tile.
+typedef struct rocq__mm_operands {
+    const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
+    const unsigned char *columns;
+    int64_t n;   // columns
+    int n_pairs; // INT8: pairs of panels that are multiplied at once
+} rocq__mm_operands;
+
+// Adds to work->sums the products of a panel or n_pairs pairs, from row r of the tile on, with all
+// columns over elements first to first + k - 1 of K.
+static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work, const rocq__mm_operands *in,
+                           int64_t r, int64_t first, int64_t k) {
     const rocq_tensor *t = mm->w;
+    const unsigned char *const *row = in->row + r;
+    float(*sums)[ROCQ__MM_TILE_M] = (float(*)[ROCQ__MM_TILE_M])(work->sums[0] + r);
     const rocq_format format = t->format;
     const int64_t start = rocq__bytes(format, first);
     rocq__mm_rows rows;
     const int64_t rows_of =
-        mm->precision == ROCQ_PRECISION_INT8 ? n_pairs * ROCQ__MM_PAIR : ROCQ__MM_ROWS;
+        mm->precision == ROCQ_PRECISION_INT8 ? in->n_pairs * ROCQ__MM_PAIR : ROCQ__MM_ROWS;
     const int64_t side_by_side = mm->interleaved ? ROCQ__SIDE_BY_SIDE : 1; // rows of a stream
     rows.ahead = first + k < t->ne[0] // then the next panel's rows
                      ? side_by_side * rocq__bytes(format, k)
@@ -13863,14 +13889,14 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
         tile.group = mm->group;
         tile.n_groups = k / mm->group;
         tile.has_min = mm->has_min;
-        tile.x = (const int8_t *)columns + first;
+        tile.x = (const int8_t *)in->columns + first;
         tile.groups_at = t->ne[0] - first;
         tile.groups_at += first / mm->group * (int64_t)sizeof(rocq__mm_group);
         tile.column_bytes = mm->column_bytes;
-        tile.n = n;
+        tile.n = in->n;
         rows.stride = rocq__bytes(format, t->stride[1]);
-        for (int p = 0; p < n_pairs; p++, row += ROCQ__MM_PAIR) {
-            // Rows past the last one are the last one again.
+        for (int p = 0; p < in->n_pairs; p++, row += ROCQ__MM_PAIR) {
+            // The rows of a pair lie side by side unless the last one was repeated.
             const int last = ROCQ__MM_PAIR - 1;
             if (mm->pack_pair && (mm->interleaved || row[last] - row[0] == last * rows.stride)) {
                 rows.at[0] =
@@ -13886,12 +13912,12 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
             if (mm->raise) rocq__raise_codes(&work->pairs[p], k);
 #endif
         }
-        (n_pairs > 1 ? mm->wide_dot : mm->dot)(sums, &tile);
+        (in->n_pairs > 1 ? mm->wide_dot : mm->dot)(sums, &tile);
         return;
     }
     rocq__mm_rows_at(mm, work, &rows, row, first, k);
     rocq__mm_panel_float(mm, work, sums, &rows, k,
-                         (const float *)(const void *)columns + first, n);
+                         (const float *)(const void *)in->columns + first, in->n);
 }
 
 // -- between steps 2 and 3: a low-rank adapter --
@@ -14023,7 +14049,6 @@ static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matri
     const int64_t n_padded = (n_rows + step - 1) / step * step;
     // All pairs of a tile over a whole segment would leave no room for x in L1.
     const int64_t segment = whole ? ROCQ__MM_SEGMENT / 2 : ROCQ__MM_SEGMENT;
-    const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
     const unsigned char *first_row = rocq__row(w, m, matrix % w->ne[2], matrix / w->ne[2]);
     const int64_t stride = rocq__bytes(w->format, w->stride[1]);
     if (mm->dot_row) {
@@ -14033,16 +14058,20 @@ static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matri
         }
         return;
     }
-    for (int64_t r = 0; r < n_padded; r++) row[r] = first_row + ROCQ__MIN(r, n_rows - 1) * stride;
+    rocq__mm_operands in;
+    in.columns = columns;
+    in.n = n;
+    in.n_pairs = whole ? ROCQ__MM_PAIRS : 1;
+    for (int64_t r = 0; r < n_padded; r++) {
+        in.row[r] = first_row + ROCQ__MIN(r, n_rows - 1) * stride;
+    }
     memset(work->sums, 0, (size_t)((n + 7) / 8 * 8) * sizeof work->sums[0]);
     const int64_t some = few ? step : n_padded;
     for (int64_t top = 0; top < n_padded; top += some) {
         for (int64_t first = 0; first < w->ne[0]; first += segment) {
             const int64_t k = ROCQ__MIN(segment, w->ne[0] - first);
             for (int64_t r = top; r < top + some; r += step) {
-                float(*sums)[ROCQ__MM_TILE_M] = (float(*)[ROCQ__MM_TILE_M])(work->sums[0] + r);
-                rocq__mm_panel(mm, work, sums, row + r, whole ? ROCQ__MM_PAIRS : 1, first, k,
-                               columns, n);
+                rocq__mm_panel(mm, work, &in, r, first, k);
             }
         }
     }
@@ -14765,18 +14794,28 @@ enum {
     ROCQ__ATTEND_SIX = 6      // keys, or queries, that it takes
 };
 
-// Keys or values that are needed next. A kernel prefetches them while it works, a few rows at a
+// Rows of K or V that are needed next. A kernel prefetches them while it works, a few rows at a
 // time: all of them at once would be more than the processor can wait for.
 typedef struct rocq__attend_next {
     const void *row[ROCQ__ATTEND_KEYS];
     int64_t bytes; // of each
 } rocq__attend_next;
 
-typedef void (*rocq__attend_dots)(const float *const *q, const void *const *k, int64_t n_keys,
-                                  int64_t n, float *const *score, const rocq__attend_next *next);
-typedef void (*rocq__attend_values)(float *const *acc, const float *keep, const void *const *v,
-                                    const float *const *weight, int64_t n_keys, int64_t n,
-                                    const rocq__attend_next *next);
+// Rows of K or V that a kernel of few query rows takes, in F32 or as they are stored.
+typedef struct rocq__attend_operand {
+    const void *const *row;
+    int64_t n_keys;                // rows; of K a multiple of 8, which the scalar kernel needs not
+    int64_t n;                     // elements in a row, a multiple of 32, or of 8 for that kernel
+    const rocq__attend_next *next; // n_keys rows that are prefetched meanwhile, or NULL
+} rocq__attend_operand;
+
+// score[r][j] = q[r] . k[j] for the kernel's query rows r and the keys j.
+typedef void (*rocq__attend_dots)(const rocq__attend_operand *k, const float *const *q,
+                                  float *const *score);
+
+// acc[r] = keep[r] acc[r] + sum over j of weight[r][j] v[j].
+typedef void (*rocq__attend_values)(const rocq__attend_operand *v, const float *const *weight,
+                                    const float *keep, float *const *acc);
 
 typedef struct rocq__attend {
     const rocq_attention_params *p;
@@ -14819,30 +14858,26 @@ typedef struct rocq__attend_keys {
     bool all_visible; // every row sees all of them
 } rocq__attend_keys;
 
-// score[0][j] = q[0] . k[j] for one row; n is a multiple of 32, n_keys of 8.
-static void rocq__dots_scalar(const float *const *q, const void *const *k, int64_t n_keys,
-                              int64_t n, float *const *score, const rocq__attend_next *next) {
-    (void)next;
-    for (int64_t j = 0; j < n_keys; j++) {
-        const float *key = (const float *)k[j];
+// Of one query row and F32.
+static void rocq__dots_scalar(const rocq__attend_operand *k, const float *const *q,
+                              float *const *score) {
+    for (int64_t j = 0; j < k->n_keys; j++) {
+        const float *key = (const float *)k->row[j];
         float sum[8] = {0};
-        for (int64_t i = 0; i < n; i += 8) {
+        for (int64_t i = 0; i < k->n; i += 8) {
             for (int l = 0; l < 8; l++) sum[l] += q[0][i + l] * key[i + l];
         }
         score[0][j] = rocq__sum8(sum);
     }
 }
 
-// acc[0] = keep[0] acc[0] + sum over j of weight[0][j] v[j] for one row; n is a multiple of 32.
-static void rocq__values_scalar(float *const *acc, const float *keep, const void *const *v,
-                                const float *const *weight, int64_t n_keys, int64_t n,
-                                const rocq__attend_next *next) {
-    (void)next;
-    for (int64_t i = 0; i < n; i += 8) {
+static void rocq__values_scalar(const rocq__attend_operand *v, const float *const *weight,
+                                const float *keep, float *const *acc) {
+    for (int64_t i = 0; i < v->n; i += 8) {
         float a[8];
         for (int l = 0; l < 8; l++) a[l] = acc[0][i + l] * keep[0];
-        for (int64_t j = 0; j < n_keys; j++) {
-            const float *value = (const float *)v[j] + i;
+        for (int64_t j = 0; j < v->n_keys; j++) {
+            const float *value = (const float *)v->row[j] + i;
             for (int l = 0; l < 8; l++) a[l] += weight[0][j] * value[l];
         }
         memcpy(acc[0] + i, a, sizeof a);
@@ -14858,24 +14893,23 @@ ROCQ__V8 void rocq__fetch_part(const rocq__attend_next *next, int64_t j, int64_t
     for (; begin < end; begin += 64) ROCQ__PREFETCH(row + begin, 3);
 }
 
-// The same for one, two or four rows, for which a key is widened once, with 8 / rows keys at a
-// time, so that all sums stay in registers. A row's result has the same bits with any of them. If
-// next is not NULL its rows are prefetched meanwhile.
-ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *const *q,
-                         const void *const *k, int64_t n_keys, int64_t n, float *const *score,
-                         const rocq__attend_next *next) {
+// Of one, two or four query rows, for which a key is widened once, with 8 / rows keys at a time, so
+// that all sums stay in registers. A row's result has the same bits with any of them.
+ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, rocq__attend_operand k,
+                         const float *const *q, float *const *score) {
+    const rocq__attend_next *next = k.next;
     const int step = 8 / rows;
-    for (int64_t first = 0; first < n_keys; first += step) {
+    for (int64_t first = 0; first < k.n_keys; first += step) {
         rocq__v8 sum[8]; // [rows][step]
         float all[8];
         for (int j = 0; next && j < step; j++) rocq__fetch_part(next, first + j, 0, next->bytes);
         ROCQ__UNROLL
         for (int i = 0; i < 8; i++) sum[i] = rocq__v8_set1(0.0f);
-        for (int64_t i = 0; i < n; i += 32) {
+        for (int64_t i = 0; i < k.n; i += 32) {
             ROCQ__UNROLL
             for (int j = 0; j < step; j++) {
                 rocq__v8 key[4];
-                rocq__v8_load_row(format, 4, key, k[first + j], i);
+                rocq__v8_load_row(format, 4, key, k.row[first + j], i);
                 ROCQ__UNROLL
                 for (int r = 0; r < rows; r++) {
                     rocq__v8 one = sum[r * step + j];
@@ -14896,27 +14930,27 @@ ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *
     }
 }
 
-// 64 / rows elements of each acc are in registers at a time.
-ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *const *acc,
-                           const float *keep, const void *const *v, const float *const *weight,
-                           int64_t n_keys, int64_t n, const rocq__attend_next *next) {
+// Keeps 64 / rows elements of each acc in registers at a time.
+ROCQ__V8 void rocq__values(const rocq_format format, const int rows, rocq__attend_operand v,
+                           const float *const *weight, const float *keep, float *const *acc) {
+    const rocq__attend_next *next = v.next;
     const int n_vectors = 8 / rows;
     const int64_t bytes = next ? (next->bytes + 63) / 64 * 64 : 0;
     int64_t fetched = 0, fetch_end = 0;
-    for (int64_t i = 0; i < n; i += 8 * n_vectors, fetched = fetch_end) {
-        fetch_end = bytes * (i + 8 * n_vectors) / n / 64 * 64; // this part of the next row's bytes
+    for (int64_t i = 0; i < v.n; i += 8 * n_vectors, fetched = fetch_end) {
+        fetch_end = bytes * (i + 8 * n_vectors) / v.n / 64 * 64; // this part of the next row's bytes
         rocq__v8 a[8]; // [rows][n_vectors]
         ROCQ__UNROLL
         for (int l = 0; l < 8; l++) {
             const int r = l / n_vectors, at = 8 * (l % n_vectors);
             a[l] = rocq__v8_mul(rocq__v8_set1(keep[r]), rocq__v8_load(acc[r] + i + at));
         }
-        for (int64_t j = 0; j < n_keys; j++) {
+        for (int64_t j = 0; j < v.n_keys; j++) {
             rocq__v8 value[8];
             if (fetched < fetch_end) rocq__fetch_part(next, j, fetched, fetch_end);
             ROCQ__UNROLL
             for (int l = 0; l < n_vectors; l += 4) {
-                rocq__v8_load_row(format, n_vectors == 2 ? 2 : 4, value + l, v[j], i + 8 * l);
+                rocq__v8_load_row(format, n_vectors == 2 ? 2 : 4, value + l, v.row[j], i + 8 * l);
             }
             ROCQ__UNROLL
             for (int r = 0; r < rows; r++) {
@@ -14991,23 +15025,23 @@ ROCQ__WIDE __m512 rocq__wide_load(const rocq_format format, const bool two, cons
 // and a row is fetched once n of them are due. A step is a block of 32 or, in formats without
 // blocks, 8 elements, which with those of a second key fill a vector. Longer steps would need more
 // registers for addresses and are no faster.
-ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const float *const *q,
-                                const void *const *k, int64_t n_keys, int64_t n,
-                                float *const *score, const rocq__attend_next *next) {
+ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, rocq__attend_operand k,
+                                const float *const *q, float *const *score) {
+    const rocq__attend_next *next = k.next;
     const int step = format == ROCQ_Q8_0 || format == ROCQ_Q4_0 ? 32 : 8;
     int64_t due = 0, fetched = 0;
-    for (int64_t first = 0; first < n_keys; first += 8) {
+    for (int64_t first = 0; first < k.n_keys; first += 8) {
         __m512 sum[4][4]; // [rows][pairs]
         ROCQ__UNROLL
         for (int l = 0; l < 16; l++) sum[l / 4][l % 4] = _mm512_setzero_ps();
-        for (int64_t i = 0; i < n; i += step) {
-            for (due += 8 * step; next && due >= n; due -= n) {
+        for (int64_t i = 0; i < k.n; i += step) {
+            for (due += 8 * step; next && due >= k.n; due -= k.n) {
                 rocq__fetch_part(next, fetched++, 0, next->bytes);
             }
             __m512 scale[4];
             ROCQ__UNROLL
             for (int p = 0; p < 4; p++) {
-                const void *const *pair = k + first + 2 * p;
+                const void *const *pair = k.row + first + 2 * p;
                 scale[p] = rocq__wide_scale(format, pair[0], pair[1], i);
             }
             ROCQ__UNROLL
@@ -15019,7 +15053,7 @@ ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const 
                 }
                 ROCQ__UNROLL
                 for (int p = 0; p < 4; p++) {
-                    const void *const *pair = k + first + 2 * p;
+                    const void *const *pair = k.row + first + 2 * p;
                     const __m512 key =
                         rocq__wide_load(format, true, pair[0], pair[1], i + l, scale[p]);
                     ROCQ__UNROLL
@@ -15042,13 +15076,16 @@ ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const 
     }
 }
 
-// Elements i to i + 16 n_vectors - 1 of each acc, which are in registers meanwhile; [fetched,
-// fetch_end) of the next rows' bytes are prefetched.
+// A part of the sums of values: from element i on, and bytes [fetched, fetch_end) of next's rows.
+typedef struct rocq__values_range {
+    int64_t i, fetched, fetch_end;
+} rocq__values_range;
+
+// The first 16 n_vectors elements of the range, which are in registers meanwhile.
 ROCQ__WIDE void rocq__values_part(const rocq_format format, const int rows, const int n_vectors,
-                                  float *const *acc, const float *keep, const void *const *v,
-                                  const float *const *weight, int64_t n_keys, int64_t i,
-                                  const rocq__attend_next *next, int64_t fetched,
-                                  int64_t fetch_end) {
+                                  rocq__attend_operand v, const float *const *weight,
+                                  const float *keep, float *const *acc, rocq__values_range part) {
+    const int64_t i = part.i;
     __m512 a[4][4];
     ROCQ__UNROLL
     for (int r = 0; r < rows; r++) {
@@ -15057,14 +15094,16 @@ ROCQ__WIDE void rocq__values_part(const rocq_format format, const int rows, cons
             a[r][l] = _mm512_mul_ps(_mm512_set1_ps(keep[r]), _mm512_loadu_ps(acc[r] + i + 16 * l));
         }
     }
-    for (int64_t j = 0; j < n_keys; j++) {
+    for (int64_t j = 0; j < v.n_keys; j++) {
         __m512 value[4];
-        if (fetched < fetch_end) rocq__fetch_part(next, j, fetched, fetch_end);
+        if (part.fetched < part.fetch_end) {
+            rocq__fetch_part(v.next, j, part.fetched, part.fetch_end);
+        }
         ROCQ__UNROLL
         for (int l = 0; l < n_vectors; l++) {
             const int64_t at = i + 16 * l;
-            const __m512 scale = rocq__wide_scale(format, v[j], v[j], at);
-            value[l] = rocq__wide_load(format, false, v[j], v[j], at, scale);
+            const __m512 scale = rocq__wide_scale(format, v.row[j], v.row[j], at);
+            value[l] = rocq__wide_load(format, false, v.row[j], v.row[j], at, scale);
         }
         ROCQ__UNROLL
         for (int r = 0; r < rows; r++) {
@@ -15080,18 +15119,18 @@ ROCQ__WIDE void rocq__values_part(const rocq_format format, const int rows, cons
     }
 }
 
-ROCQ__WIDE void rocq__values_wide(const rocq_format format, const int rows, float *const *acc,
-                                  const float *keep, const void *const *v,
-                                  const float *const *weight, int64_t n_keys, int64_t n,
-                                  const rocq__attend_next *next) {
-    const int64_t bytes = next ? (next->bytes + 63) / 64 * 64 : 0;
-    int64_t i = 0, fetched = 0, end;
-    for (; i + 64 <= n; i += 64, fetched = end) {
-        end = bytes * (i + 64) / n / 64 * 64;
-        rocq__values_part(format, rows, 4, acc, keep, v, weight, n_keys, i, next, fetched, end);
+ROCQ__WIDE void rocq__values_wide(const rocq_format format, const int rows, rocq__attend_operand v,
+                                  const float *const *weight, const float *keep,
+                                  float *const *acc) {
+    const int64_t bytes = v.next ? (v.next->bytes + 63) / 64 * 64 : 0;
+    rocq__values_range part = {0, 0, 0};
+    for (; part.i + 64 <= v.n; part.i += 64, part.fetched = part.fetch_end) {
+        part.fetch_end = bytes * (part.i + 64) / v.n / 64 * 64;
+        rocq__values_part(format, rows, 4, v, weight, keep, acc, part);
     }
-    if (i == n) return;
-    rocq__values_part(format, rows, 2, acc, keep, v, weight, n_keys, i, next, fetched, bytes);
+    if (part.i == v.n) return;
+    part.fetch_end = bytes;
+    rocq__values_part(format, rows, 2, v, weight, keep, acc, part);
 }
 #undef ROCQ__WIDE
 #endif
@@ -15102,14 +15141,13 @@ ROCQ__WIDE void rocq__values_wide(const rocq_format format, const int rows, floa
     X(f32, F32, 4) X(f16, F16, 4) X(bf16, BF16, 4) X(q8_0, Q8_0, 4) X(q4_0, Q4_0, 4)
 #define ROCQ__ATTEND_KERNELS(name, NAME, ROWS, TARGET, tier, dots, values)                         \
     static TARGET void rocq__dots_##name##_##ROWS##tier(                                           \
-        const float *const *q, const void *const *k, int64_t n_keys, int64_t n,                    \
-        float *const *score, const rocq__attend_next *next) {                                      \
-        dots(ROCQ_##NAME, ROWS, q, k, n_keys, n, score, next);                                     \
+        const rocq__attend_operand *k, const float *const *q, float *const *score) {               \
+        dots(ROCQ_##NAME, ROWS, *k, q, score);                                                     \
     }                                                                                              \
     static TARGET void rocq__values_##name##_##ROWS##tier(                                         \
-        float *const *acc, const float *keep, const void *const *v, const float *const *weight,    \
-        int64_t n_keys, int64_t n, const rocq__attend_next *next) {                                \
-        values(ROCQ_##NAME, ROWS, acc, keep, v, weight, n_keys, n, next);                          \
+        const rocq__attend_operand *v, const float *const *weight, const float *keep,              \
+        float *const *acc) {                                                                       \
+        values(ROCQ_##NAME, ROWS, *v, weight, keep, acc);                                          \
     }
 #define ROCQ__ATTEND_SIMD(name, NAME, ROWS)                                                        \
     ROCQ__ATTEND_KERNELS(name, NAME, ROWS, ROCQ__SIMD, , rocq__dots, rocq__values)
@@ -15394,7 +15432,8 @@ static void rocq__attend_scores(const rocq__attend *a, int64_t n, const void **l
             q[i] = local->q + ROCQ__MIN(r + i, n - 1) * a->pitch;
             score[i] = local->score + ROCQ__MIN(r + i, n - 1) * ROCQ__ATTEND_KEYS;
         }
-        a->dots(q, line, n_keys, a->pitch, score, r == 0 ? next : NULL);
+        const rocq__attend_operand k = {line, n_keys, a->pitch, r == 0 ? next : NULL};
+        a->dots(&k, q, score);
     }
 }
 
@@ -15422,9 +15461,12 @@ static void rocq__attend_sums(const rocq__attend *a, int64_t n, const void *cons
             weight[all ? i : 0] = local->score + (r + i) * ROCQ__ATTEND_KEYS;
             if (all || n_seen[i] == 0) continue;
             const float keeps[4] = {keep[i]};
-            a->values(acc, keeps, seen[i], weight, n_seen[i], a->pitch, NULL);
+            const rocq__attend_operand v = {seen[i], n_seen[i], a->pitch, NULL};
+            a->values(&v, weight, keeps, acc);
         }
-        if (all) a->values(acc, keep, line, weight, n_keys, a->pitch, r == 0 ? next : NULL);
+        if (!all) continue;
+        const rocq__attend_operand v = {line, n_keys, a->pitch, r == 0 ? next : NULL};
+        a->values(&v, weight, keep, acc);
     }
 }
 
@@ -19090,7 +19132,8 @@ static void rocq__attend_back_start(const rocq__attend_back *b, const rocq__atte
                      dim);
         const float *const one = dout;
         const void *const other = out;
-        rocq__dots_scalar(&one, &other, 1, (dim + 7) / 8 * 8, &delta, NULL);
+        const rocq__attend_operand row = {&other, 1, (dim + 7) / 8 * 8, NULL};
+        rocq__dots_scalar(&row, &one, &delta);
         memset(out, 0, (size_t)dim * sizeof(float));
         const float lse = rocq__row_f32(b->p->lse, i, item->seq, 0)[head];
         if (lse != -INFINITY) local->lse[r] = lse;
