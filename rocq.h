@@ -5230,6 +5230,7 @@ static inline void rocq__store64(int64_t *p, int64_t v) {
 }
 #endif
 
+// Tells the core that this is a waiting loop, so that it leaves its resources to a sibling thread.
 static inline void rocq__relax(void) {
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
     __builtin_ia32_pause();
@@ -5295,6 +5296,7 @@ static void rocq__team_wake(rocq__team *team) {
     ROCQ__UNLOCK(&team->mutex);
 }
 
+// Sleeps while the team is idle (rocq__team_idle).
 static void rocq__team_sleep(rocq__team *team, int64_t seen, bool inside) {
     ROCQ__LOCK(&team->mutex);
     rocq__fetch_add32(&team->asleep, 1);
@@ -10362,15 +10364,15 @@ typedef struct rocq__mm {
     const rocq__books *books;
     int64_t n;          // columns that share one matrix of w: those of all its batches of x
     int64_t n_matrices; // of w
-    int64_t panel_rows; // rows in an item of work that threads share: see rocq__mm_rows_shared
-    int64_t n_panels, n_tiles;
+    int64_t item_rows;  // rows of w in an item, the work that threads share: rocq__mm_rows_shared
+    int64_t n_row_items, n_tiles; // items of a matrix's rows; tiles of its columns
     int64_t column_bytes;
     int64_t columns_at;     // in scratch memory
     unsigned char *columns; // there
     rocq__mm_work *work;
     int64_t group; // INT8: elements per group of w's format
     bool has_min;
-    bool raise;     // 128 is added to the codes that pack has decoded (rocq__raise_codes)
+    bool add_128;   // to the codes that pack has decoded (rocq__raise_codes)
     bool sdot;      // NEON's byte dot product is there
     bool vbmi;      // AVX-512's permutations of bytes are there
     int32_t offset; // INT8: what the kernels add to w's codes; see rocq__dot_4_avx2
@@ -13735,7 +13737,7 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
         mm->pack_pair = kernels->pack_pair[mm->interleaved][mm->avx512];
         if (!mm->avx512) return;
         rocq__mm_choose_dot_avx512(mm);
-        mm->raise = is_signed;
+        mm->add_128 = is_signed;
         if (is_signed) mm->offset = 128;
         return;
     }
@@ -13749,6 +13751,7 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
 #endif
 }
 
+// Likewise for products in F32 or F16.
 static void rocq__mm_choose_float(rocq__mm *mm) {
     const rocq_format format = mm->w->format;
     // INT8 products give the same bits with and without SIMD, and so must their adapters.
@@ -13909,7 +13912,7 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work, const rocq__
                 mm->pack(&work->pairs[p], &rows, first_row);
             }
 #if ROCQ__HAS_AVX2
-            if (mm->raise) rocq__raise_codes(&work->pairs[p], k);
+            if (mm->add_128) rocq__raise_codes(&work->pairs[p], k);
 #endif
         }
         (in->n_pairs > 1 ? mm->wide_dot : mm->dot)(sums, &tile);
@@ -14077,19 +14080,19 @@ static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matri
     }
 }
 
-// Panels begin .. end, counted through the panels of w, then tiles of columns, then matrices.
-static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) {
-    const rocq__mm *mm = (const rocq__mm *)arg;
+// Computes items begin to end - 1 of y. They are counted through the rows of a matrix, then its
+// tiles of columns, then the matrices.
+static void rocq__mm_run_tiles(const rocq__mm *mm, int64_t begin, int64_t end, int32_t thread) {
     const rocq_tensor *w = mm->w;
     rocq__mm_work *work = mm->work + thread;
     const bool few = mm->n <= ROCQ__MM_FEW;
-    const int64_t most = ROCQ__MM_TILE_M / mm->panel_rows;
-    for (int64_t i = begin, n_panels; i < end; i += n_panels) {
-        const int64_t panel = i % mm->n_panels, tile = i / mm->n_panels % mm->n_tiles;
-        const int64_t matrix = i / mm->n_panels / mm->n_tiles;
-        const int64_t m = panel * mm->panel_rows, column = tile * ROCQ__MM_TILE_N;
-        n_panels = ROCQ__MIN(ROCQ__MIN(most, end - i), mm->n_panels - panel);
-        const int64_t n_rows = ROCQ__MIN(n_panels * mm->panel_rows, w->ne[1] - m);
+    const int64_t most = ROCQ__MM_TILE_M / mm->item_rows;
+    for (int64_t i = begin, n_items; i < end; i += n_items) {
+        const int64_t item = i % mm->n_row_items, tile = i / mm->n_row_items % mm->n_tiles;
+        const int64_t matrix = i / mm->n_row_items / mm->n_tiles;
+        const int64_t m = item * mm->item_rows, column = tile * ROCQ__MM_TILE_N;
+        n_items = ROCQ__MIN(ROCQ__MIN(most, end - i), mm->n_row_items - item);
+        const int64_t n_rows = ROCQ__MIN(n_items * mm->item_rows, w->ne[1] - m);
         const int64_t n = ROCQ__MIN((int64_t)ROCQ__MM_TILE_N, mm->n - column);
         const unsigned char *columns = mm->columns + (matrix * mm->n + column) * mm->column_bytes;
         rocq__mm_sums(mm, work, matrix, m, n_rows, columns, n, few);
@@ -14169,18 +14172,17 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
     }
 }
 
-// Does the work of rocq__mm_run for a single column that a pass multiplies. It takes many panels at
-// a time and runs the epilogue once for all of them: with a K as short as 256, computing addresses
-// and running an epilogue for each panel would cost as much as the products.
-static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t thread) {
-    const rocq__mm *mm = (const rocq__mm *)arg;
+// The same for a single column that a pass multiplies. It takes many items at a time and runs the
+// epilogue once for all of them: with a K as short as 256, computing addresses and running an
+// epilogue for each item would cost as much as the products.
+static void rocq__mm_run_column(const rocq__mm *mm, int64_t begin, int64_t end, int32_t thread) {
     rocq__mm_work *work = mm->work + thread;
     float *sums = work->sums[0];
-    for (int64_t i = begin, n_panels; i < end; i += n_panels) {
-        const int64_t matrix = i / mm->n_panels, m = i % mm->n_panels * mm->panel_rows;
-        n_panels = ROCQ__MIN(ROCQ__MIN((int64_t)ROCQ__MM_PASS_ROWS / mm->panel_rows, end - i),
-                             mm->n_panels - m / mm->panel_rows);
-        const int64_t n_rows = ROCQ__MIN(n_panels * mm->panel_rows, mm->w->ne[1] - m);
+    for (int64_t i = begin, n_items; i < end; i += n_items) {
+        const int64_t matrix = i / mm->n_row_items, m = i % mm->n_row_items * mm->item_rows;
+        n_items = ROCQ__MIN(ROCQ__MIN((int64_t)ROCQ__MM_PASS_ROWS / mm->item_rows, end - i),
+                            mm->n_row_items - m / mm->item_rows);
+        const int64_t n_rows = ROCQ__MIN(n_items * mm->item_rows, mm->w->ne[1] - m);
         if (mm->adapter) {
             rocq__mm_fetch_lora(rocq__row(mm->adapter->w, m, 0, 0), ROCQ__LORA_AHEAD);
         }
@@ -14197,13 +14199,13 @@ static int64_t rocq__mm_together(const rocq__mm *mm, int64_t work) {
     return mm->pass && mm->streams && !mm->interleaved ? ROCQ__WORTH_TOGETHER / work : 0;
 }
 
-static void rocq__mm_panels(rocq__mm *mm, int64_t begin, int64_t end, int32_t thread) {
+static void rocq__mm_run(const rocq__mm *mm, int64_t begin, int64_t end, int32_t thread) {
     if (mm->pass) rocq__mm_run_column(mm, begin, end, thread);
-    else rocq__mm_run(mm, begin, end, thread);
+    else rocq__mm_run_tiles(mm, begin, end, thread);
 }
 
-// Rows in an item of work that threads share: of a tile, a pair or, for a lone column without
-// AVX-512, a panel (but a pair if rows are interleaved). A tile's pairs are multiplied together 1.8
+// How many rows of w an item has: those of a tile, of a pair or, for a lone column without AVX-512,
+// of a panel (but of a pair if rows are interleaved). A tile's pairs are multiplied together 1.8
 // times as fast as one by one, in the time of 20 / 9 pairs. So they stay together, unless the
 // thread with the most work would end earlier with single pairs, because there are fewer tiles than
 // threads or not many more.
@@ -14222,9 +14224,10 @@ static int64_t rocq__mm_rows_shared(const rocq__mm *mm, const rocq_ctx *ctx) {
     return ROCQ__MM_PAIR;
 }
 
+// Cuts w into items of so many rows.
 static void rocq__mm_share(rocq__mm *mm, int64_t rows) {
-    mm->panel_rows = rows;
-    mm->n_panels = (mm->w->ne[1] + rows - 1) / rows;
+    mm->item_rows = rows;
+    mm->n_row_items = (mm->w->ne[1] + rows - 1) / rows;
 }
 
 // Fills in all that follows from the params; only the addresses in scratch memory are left open. n
@@ -14277,7 +14280,7 @@ static bool rocq__mm_same_columns(const rocq__mm *a, const rocq__mm *b) {
            a->has_min == b->has_min && v->ne[2] == w->ne[2] && v->ne[3] == w->ne[3];
 }
 
-// A product of a chain. With w2 it is two: for each chunk of panels `other` writes w2 x to scratch
+// A product of a chain. With w2 it is two: for each chunk of items `other` writes w2 x to scratch
 // memory as F32, then `main` multiplies its own result by that. y in Q8_0 is first written to
 // scratch memory as F32, and cast in a stage of its own.
 typedef struct rocq__mm_product {
@@ -14293,7 +14296,7 @@ typedef struct rocq__mm_chain {
     int32_t n_products, n_columns;
     int64_t work_bytes;
     struct {
-        const rocq__mm *mm; // converts them
+        const rocq__mm *mm; // the first product that reads them: stage 1 converts them for it
         int64_t at;         // in scratch memory
     } columns[4 * ROCQ__MOST_PRODUCTS];
     rocq__mm_product *products;
@@ -14312,6 +14315,8 @@ static int64_t rocq__mm_room(int64_t *bytes, int64_t n) {
     return at;
 }
 
+// Finds a product's converted columns: those of a product before it, if it can read them, else new
+// ones in scratch memory.
 static void rocq__mm_columns(rocq__mm_chain *chain, rocq__mm *mm, int64_t *bytes) {
     int64_t n;
     for (int32_t i = 0; i < chain->n_columns; i++) {
@@ -14327,7 +14332,8 @@ static void rocq__mm_columns(rocq__mm_chain *chain, rocq__mm *mm, int64_t *bytes
     chain->columns[chain->n_columns++].at = mm->columns_at;
 }
 
-// The adapter of a product: low-rank factor b and its columns t.
+// Plans a product's adapter, which adds b t to its sums: b is the second low-rank factor, and t the
+// first one's product with x. NULL for b: the product has none.
 static void rocq__mm_lay_adapter(rocq__mm_chain *chain, rocq__mm *mm, rocq__mm *adapter,
                                  const rocq_ctx *ctx, const rocq_tensor *b, const rocq_tensor *t,
                                  int64_t *bytes) {
@@ -14369,7 +14375,7 @@ static int64_t rocq__mm_lay(rocq__mm_chain *chain, rocq__mm_product *products, c
             product->other_params.precision = p->precision;
             product->other_params.lora_scale = p->lora_scale;
             rocq__mm_plan(&product->other, ctx, &product->other_params, n, NULL, NULL);
-            if (product->other.panel_rows != product->main.panel_rows) { // of two formats
+            if (product->other.item_rows != product->main.item_rows) { // of two formats
                 rocq__mm_share(&product->main, ROCQ__MM_PAIR);
                 rocq__mm_share(&product->other, ROCQ__MM_PAIR);
             }
@@ -14390,10 +14396,10 @@ static int64_t rocq__scratch_matmul_cpu(const rocq_ctx *ctx, const void *params)
 }
 
 static int64_t rocq__mm_items(const rocq__mm *mm) {
-    return mm->n_panels * mm->n_tiles * mm->n_matrices;
+    return mm->n_row_items * mm->n_tiles * mm->n_matrices;
 }
 
-// Stage 1: all columns of the chain.
+// Stage 1: converts all columns of the chain.
 static void rocq__mm_convert_all(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__mm_chain *chain = (const rocq__mm_chain *)arg;
     int64_t first = 0;
@@ -14406,7 +14412,7 @@ static void rocq__mm_convert_all(void *arg, int64_t begin, int64_t end, int32_t 
     }
 }
 
-// Stage 2: all panels of the chain.
+// Stage 2: all items of the chain.
 static void rocq__mm_run_all(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__mm_chain *chain = (const rocq__mm_chain *)arg;
     int64_t first = 0;
@@ -14414,14 +14420,14 @@ static void rocq__mm_run_all(void *arg, int64_t begin, int64_t end, int32_t thre
         rocq__mm_product *product = &chain->products[i];
         const int64_t n = rocq__mm_items(&product->main);
         const int64_t from = ROCQ__MAX(begin - first, 0), to = ROCQ__MIN(end - first, n);
-        if (from < to && product->has_other) rocq__mm_panels(&product->other, from, to, thread);
-        if (from < to) rocq__mm_panels(&product->main, from, to, thread);
+        if (from < to && product->has_other) rocq__mm_run(&product->other, from, to, thread);
+        if (from < to) rocq__mm_run(&product->main, from, to, thread);
         first += n;
     }
 }
 
-// Lists what panels begin .. end of the chain read first, ROCQ__MM_AHEAD bytes at most. If there is
-// a w2, a thread reads some of its rows and then those of w: half of what is left goes to each.
+// Lists what items begin to end - 1 of the chain read first, ROCQ__MM_AHEAD bytes at most. If there
+// is a w2, a thread reads some of its rows and then those of w: half of what is left goes to each.
 static void rocq__mm_reads(const void *arg, int64_t begin, int64_t end, rocq__ahead *to) {
     const rocq__mm_chain *chain = (const rocq__mm_chain *)arg;
     int64_t first = 0, left = ROCQ__MM_AHEAD;
@@ -14433,9 +14439,9 @@ static void rocq__mm_reads(const void *arg, int64_t begin, int64_t end, rocq__ah
         first += items;
         for (int j = product->has_other ? 0 : 1; j < 2 && from < past; j++) {
             const rocq__mm *mm = mms[j];
-            const int64_t matrix = from / mm->n_panels / mm->n_tiles;
-            const int64_t row = from % mm->n_panels * mm->panel_rows;
-            const int64_t rows = ROCQ__MIN((past - from) * mm->panel_rows, mm->w->ne[1] - row);
+            const int64_t matrix = from / mm->n_row_items / mm->n_tiles;
+            const int64_t row = from % mm->n_row_items * mm->item_rows;
+            const int64_t rows = ROCQ__MIN((past - from) * mm->item_rows, mm->w->ne[1] - row);
             const int64_t bytes = rows * rocq__bytes(mm->w->format, mm->w->stride[1]);
             if (left <= 0 || n == ROCQ__AHEAD_PARTS) return;
             to->at[n] = rocq__row(mm->w, row, matrix % mm->w->ne[2], matrix / mm->w->ne[2]);
@@ -14447,6 +14453,7 @@ static void rocq__mm_reads(const void *arg, int64_t begin, int64_t end, rocq__ah
 
 static void rocq__plan_map_cpu(rocq__plan *plan, rocq_op op, const void *params);
 
+// Turns a product's offsets into scratch memory into addresses.
 static void rocq__mm_place(rocq__mm *mm, const rocq__plan *plan) {
     mm->work = (rocq__mm_work *)(void *)plan->scratch;
     mm->columns = (unsigned char *)plan->scratch + mm->columns_at;
@@ -14485,7 +14492,7 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
             product->main_params.y = &product->main_y;
         }
         n_items += rocq__mm_items(&product->main);
-        most = ROCQ__MAX(most, product->main.panel_rows *
+        most = ROCQ__MAX(most, product->main.item_rows *
                                    ROCQ__MIN(product->main.n, (int64_t)ROCQ__MM_TILE_N));
     }
     rocq__plan_stage(plan, rocq__mm_convert_all, chain, n_columns, rocq__plan_grain(plan, 4 * k));
@@ -14938,7 +14945,7 @@ ROCQ__V8 void rocq__values(const rocq_format format, const int rows, rocq__atten
     const int64_t bytes = next ? (next->bytes + 63) / 64 * 64 : 0;
     int64_t fetched = 0, fetch_end = 0;
     for (int64_t i = 0; i < v.n; i += 8 * n_vectors, fetched = fetch_end) {
-        fetch_end = bytes * (i + 8 * n_vectors) / v.n / 64 * 64; // this part of the next row's bytes
+        fetch_end = bytes * (i + 8 * n_vectors) / v.n / 64 * 64; // this part of the next bytes
         rocq__v8 a[8]; // [rows][n_vectors]
         ROCQ__UNROLL
         for (int l = 0; l < 8; l++) {
@@ -15264,6 +15271,7 @@ typedef struct rocq__attend_view {
     float decoded[ROCQ__ATTEND_KEYS];
 } rocq__attend_view;
 
+// Fills in the view of row r. The tile is [begin, begin + n_keys).
 static void rocq__attend_look(const rocq__attend *a, const rocq__attend_item *item, int64_t r,
                               int64_t begin, int64_t n_keys, rocq__attend_view *view) {
     const rocq_tensor *mask = a->p->mask;
@@ -15335,10 +15343,11 @@ static rocq__attend_local rocq__attend_local_of(const rocq__attend *a, int32_t t
     return s;
 }
 
-// Makes weights of row r's scores, updates m and l, and sets *keep to the factor for acc, whose
-// terms are relative to the old m. Keys that the row does not see are left out, since they must
-// not count even where they hold NaN: the weights of the others are moved together in score, and
-// their lines to seen. Returns their number.
+// The online softmax of one tile (m: largest score so far, l: sum of the weights exp(score - m),
+// acc: sum of weight v). Turns row r's scores into weights, updates m and l, and sets *keep to the
+// factor that makes acc, whose terms are relative to the old m, relative to the new one. Keys that
+// the row does not see are left out, since they must not count even where they hold NaN: the
+// weights of the others are moved together in score, and their lines to seen. Returns their number.
 static int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_local *local,
                                   int64_t r, const void *const *line, int64_t n_keys,
                                   bool all_visible, const void **seen, float *keep) {
@@ -15626,6 +15635,7 @@ static int64_t rocq__attend_lanes(const rocq__attend *a, int64_t left) {
            ROCQ__ATTEND_LANES;
 }
 
+// Computes a product whose rows of b and c have `lanes` floats, as rocq__attend_lanes gives.
 static void rocq__attend_multiply(const rocq__attend *a, const rocq__attend_product *p,
                                   int64_t lanes) {
 #if ROCQ__HAS_AVX2
@@ -15805,6 +15815,8 @@ static bool rocq__attend_masked(const rocq__attend *a, const rocq__attend_item *
     return true;
 }
 
+// rocq__attend_tile for many rows: the scores, then the sums of values, are matrix products of the
+// tile, which is decoded first.
 static void rocq__attend_tile_many(const rocq__attend *a, const rocq__attend_item *item,
                                    int64_t begin, int64_t end,
                                    const rocq__attend_local *local) {
@@ -17319,14 +17331,17 @@ static void rocq__plan_route_cpu(rocq__plan *plan, rocq_op op, const void *param
 // the product with w is multiplied by the one with w2. With weights a third stage sums a token's
 // slots.
 
+// Columns that one expert's matrix is multiplied with at once.
 typedef struct rocq__experts_tile {
-    int32_t expert, first, n; // sorted pairs first to first + n - 1
+    int32_t expert, first, n; // of the sorted pairs first to first + n - 1
 } rocq__experts_tile;
 
 typedef struct rocq__experts {
     const rocq_experts_params *p;
     bool simd, shared; // shared: both products read the same columns
-    int64_t n_slots, n_pairs, n_panels, worth;
+    int64_t n_slots, n_pairs;
+    int64_t n_pieces; // of w's rows, ROCQ__MM_PAIR each
+    int64_t worth;    // rocq__plan.worth
     rocq_matmul_params products[2];
     rocq__mm mm[2][2];  // [w, w2][for tiles of one column, of several]
     int64_t most_tiles, n_tiles;
@@ -17372,7 +17387,7 @@ static int64_t rocq__experts_lay(rocq__experts *a, const rocq_ctx *ctx,
     a->simd = ctx->has_simd;
     a->n_slots = p->ids->ne[0];
     a->n_pairs = a->n_slots * p->ids->ne[1];
-    a->n_panels = (m + ROCQ__MM_PAIR - 1) / ROCQ__MM_PAIR;
+    a->n_pieces = (m + ROCQ__MM_PAIR - 1) / ROCQ__MM_PAIR;
     a->most_tiles = ROCQ__MIN(a->n_pairs, a->n_pairs / ROCQ__MM_TILE_N + n_experts);
     rocq__experts_product(a, ctx, 0, p->w);
     if (p->w2) rocq__experts_product(a, ctx, 1, p->w2);
@@ -17454,7 +17469,8 @@ static void rocq__experts_convert(void *arg, int64_t begin, int64_t end, int32_t
     }
 }
 
-// In place: t holds z and becomes v; u holds z2, and is NULL without w2.
+// Makes v, a slot's result, of z, the product with w, in place in t (see rocq_experts_params). u
+// holds z2, the product with w2, and is NULL without one.
 static void rocq__experts_activate(const rocq__experts *a, float *t, const float *u, int64_t n) {
     const float limit = a->p->limit, alpha = a->p->alpha != 0.0f ? a->p->alpha : 1.0f;
     int64_t i = 0;
@@ -17474,7 +17490,7 @@ static void rocq__experts_activate(const rocq__experts *a, float *t, const float
     }
 }
 
-// The index of expert e's copy, or -1.
+// The slice of w_kept that expert e is read from, or -1 if it is read from w.
 static int64_t rocq__experts_copy(const rocq_experts_params *p, int32_t e) {
     const int32_t at = p->kept ? rocq__row_i32(p->kept, 0)[e] : -1;
     return at >= 0 && at < p->w_kept->ne[2] ? at : -1;
@@ -17520,28 +17536,29 @@ static void rocq__experts_rows(const rocq__experts *a, int i, const rocq__expert
     }
 }
 
-// Items are pairs of panels of w (ROCQ__MM_PAIR rows), counted fastest, then tiles.
+// Items are pieces of w's rows (ROCQ__MM_PAIR of them), counted fastest, then tiles.
 static void rocq__experts_task(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__experts *a = (const rocq__experts *)arg;
     for (int64_t i = begin, n; i < end; i += n) {
-        const rocq__experts_tile *tile = &a->tiles[i / a->n_panels];
-        const int64_t panel = i % a->n_panels, m = panel * ROCQ__MM_PAIR;
+        const rocq__experts_tile *tile = &a->tiles[i / a->n_pieces];
+        const int64_t piece = i % a->n_pieces, m = piece * ROCQ__MM_PAIR;
         const bool passes = a->mm[0][tile->n > 1].pass && (!a->p->w2 || a->mm[1][tile->n > 1].pass);
         // Their sums lie in work->rows, which a pass does not use, or in work->sums, a tile's rows.
         const int64_t in_rows = ROCQ__MM_ROWS * ROCQ__MM_SEGMENT / ROCQ__MM_PAIR;
         const int64_t most = passes ? in_rows : (int64_t)ROCQ__MM_PAIRS;
-        n = ROCQ__MIN(ROCQ__MIN(most, end - i), a->n_panels - panel);
+        n = ROCQ__MIN(ROCQ__MIN(most, end - i), a->n_pieces - piece);
         const int64_t n_rows = ROCQ__MIN(n * ROCQ__MM_PAIR, a->p->w->ne[1] - m);
         if (a->p->w2) rocq__experts_rows(a, 1, tile, m, n_rows, thread);
         rocq__experts_rows(a, 0, tile, m, n_rows, thread);
     }
 }
 
+// Sizes the second stage, once the first has made the tiles.
 static rocq_result rocq__experts_begin(rocq_ctx *ctx, rocq__stage *stage) {
     const rocq__experts *a = (const rocq__experts *)stage->arg;
     const int64_t columns = ROCQ__MAX(a->n_pairs / a->n_tiles, 1);
     (void)ctx;
-    stage->n = a->n_tiles * a->n_panels;
+    stage->n = a->n_tiles * a->n_pieces;
     const int64_t work = a->p->w->ne[0] * ROCQ__MM_PAIR * columns;
     stage->grain = 1 + a->worth / work;
     stage->together = columns == 1 ? rocq__mm_together(&a->mm[0][0], work) : 0;
@@ -24399,7 +24416,7 @@ static rocq__site rocq__site_class(const rocq__site *site) {
     return s;
 }
 
-// Index of the class in the sorted list, or where it would be inserted.
+// Index of the class `site` in ctx->tuned, which is sorted, or where it would be inserted.
 static int32_t rocq__tuned_place(const rocq_ctx *ctx, const rocq__site *site, bool *found) {
     int32_t begin = 0, end = ctx->n_tuned;
     *found = false;
@@ -24413,6 +24430,7 @@ static int32_t rocq__tuned_place(const rocq_ctx *ctx, const rocq__site *site, bo
     return begin;
 }
 
+// Whether a configuration leaves everything to the rule.
 static bool rocq__is_rule(const rocq_launch_config *config) {
     return config->k_waves == 0 && config->tile_n == 0 && config->n_splits == 0;
 }
@@ -25872,6 +25890,8 @@ struct rocq_graph {
     void *marks[2];    // events, recorded before and after those ops; NULL: they cannot be timed
 };
 
+// Makes a node of an op: its params, those of its chain, and their tensors are copied, so that the
+// caller's may change. One block of memory, which rocq__free frees.
 static rocq_result rocq__node_copy(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                    rocq__node **out) {
     const int64_t params_size = op->params_size;
@@ -25915,6 +25935,7 @@ static rocq_result rocq__node_copy(rocq_ctx *ctx, const rocq__op *op, const void
 
 // -- ops --
 
+// All checks that an op's params have to pass.
 static rocq_result rocq__check_op(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     if (!params) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: params is NULL", op->name);
     if (op->id != ROCQ_OP_MATMUL) { // rocq__check_matmul does so for each product of the chain
@@ -25935,7 +25956,7 @@ typedef struct rocq__plan_memory {
     ROCQ__ALIGNAS(16) char memory[ROCQ__PLAN_BYTES];
 } rocq__plan_memory;
 
-// Plans an op that has passed its checks.
+// The stages of an op that has passed its checks, on the CPU; they lie in `to`.
 static rocq__plan rocq__plan_cpu(const rocq_ctx *ctx, const rocq__op *op, const void *params,
                                  void *scratch, int64_t worth, rocq__plan_memory *to) {
     rocq__plan plan = {ctx, (char *)scratch, worth, to->stages, 0, to->memory, 0};
@@ -25943,6 +25964,7 @@ static rocq__plan rocq__plan_cpu(const rocq_ctx *ctx, const rocq__op *op, const 
     return plan;
 }
 
+// Runs an op on the CPU to its end.
 static rocq_result rocq__run_cpu(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     rocq__plan_memory one;
     void *scratch = ctx->lent.address;
@@ -25954,6 +25976,7 @@ static rocq_result rocq__run_cpu(rocq_ctx *ctx, const rocq__op *op, const void *
     return rocq__team_run(ctx, ctx->uncancelled ? NULL : op->name, plan.stages, plan.n_stages);
 }
 
+// Goes through an op's launches without submitting them: *scratch becomes the memory they take.
 static rocq_result rocq__plan_hip(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                   const rocq__joined *before, int64_t *scratch) {
     rocq__job job = {ctx,     op->id, op->name, true, 0, 0, 0,
@@ -25963,6 +25986,7 @@ static rocq_result rocq__plan_hip(rocq_ctx *ctx, const rocq__op *op, const void 
     return job.result;
 }
 
+// Submits an op's launches.
 static rocq_result rocq__run_hip(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                  const rocq__joined *before, void *scratch) {
     rocq__job job = {ctx,     op->id, op->name, false, (uintptr_t)scratch, 0, 0,
@@ -26111,6 +26135,7 @@ static rocq_result rocq__copy_done(rocq_ctx *ctx, rocq_result result, int64_t by
     return result;
 }
 
+// Runs an op with valid params on the device of the context, or on the CPU where it falls back.
 static rocq_result rocq__run_here(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     int64_t bytes;
     bool on_cpu;
@@ -26144,6 +26169,8 @@ static rocq_result rocq__begin_op(rocq_ctx *ctx, const char *name) {
 
 enum { ROCQ__OP_NS = 4000 }; // what an op on a GPU takes beside its work, before slices learn it
 
+// The body of every op of the API: checks it, then runs it, or while a graph is recorded adds it to
+// that, or between rocq_plan_begin and _end only counts its scratch memory.
 static rocq_result rocq__run_op(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__begin_op(ctx, op->name));
@@ -27621,6 +27648,7 @@ struct rocq_kv {
     int64_t n_page_copies;
 };
 
+// The host's and the device's words: lengths, then page tables, then the rotations.
 static int64_t rocq__kv_n_words(const rocq_kv *kv) {
     return kv->desc.n_seqs * (1 + kv->seq_pages) + kv->chunk;
 }
@@ -27652,8 +27680,8 @@ static rocq_result rocq__kv_rope(rocq_kv *kv) {
     return rocq__check_range(kv->ctx, "kv", "YaRN's factor", rope->attn_factor, FLT_MIN, FLT_MAX);
 }
 
-// Prepares *kv but for its memory, and gives the bytes of that. rocq_kv_size and rocq_kv_create
-// both call it, so that they refuse the same descs; for rocq_kv_size ctx is NULL.
+// Checks desc and fills in *kv, all but its memory, whose size becomes *bytes. rocq_kv_size, where
+// ctx is NULL, and rocq_kv_create both call it, so that they refuse the same descs.
 static rocq_result rocq__kv_plan(rocq_ctx *ctx, const rocq_kv_desc *desc, rocq_kv *kv,
                                  int64_t *bytes) {
     int64_t elems, block, position;
@@ -27715,12 +27743,13 @@ ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes) {
     return bytes ? rocq__kv_plan(NULL, desc, &kv, bytes) : ROCQ_E_ARGUMENT;
 }
 
-// The params that rotate keys in the stage, in place, by rotation. *pos becomes their tensor of it.
+// The params of a rope that rotates keys in the stage, in place, by kv->rotation positions. *pos
+// becomes the device's copy of these, which the params point to.
 static rocq_rope_params rocq__kv_rotation(const rocq_kv *kv, const rocq_tensor *keys,
                                           rocq_tensor *pos) {
     rocq_rope_params p;
     memset(&p, 0, sizeof p);
-    // There are chunk of them at the end of the words.
+    // The last `chunk` of the words.
     *pos = rocq_tensor_slice(&kv->words, 0, rocq__kv_n_words(kv) - kv->chunk, keys->ne[2]);
     p.x = p.y = keys;
     p.pos = pos;
@@ -27728,7 +27757,8 @@ static rocq_rope_params rocq__kv_rotation(const rocq_kv *kv, const rocq_tensor *
     return p;
 }
 
-// The part of rocq_kv_create that takes device memory. If it fails, rocq_kv_destroy frees that.
+// The part of rocq_kv_create that takes memory for the cache and for rotating keys. If it fails,
+// rocq_kv_destroy frees what it took.
 static rocq_result rocq__kv_make(rocq_kv *kv, int64_t bytes) {
     rocq_arena arena;
     rocq_tensor pos;
@@ -27789,6 +27819,7 @@ ROCQ_DEF void rocq_kv_destroy(rocq_kv **kv_ptr) {
 
 // -- bookkeeping --
 
+// Fails unless kv has sequence seq.
 static rocq_result rocq__kv_check(const rocq_kv *kv, const char *call, int32_t seq) {
     if (!kv) return ROCQ_E_ARGUMENT;
     if (seq >= 0 && seq < kv->desc.n_seqs) return ROCQ_OK;
@@ -27804,6 +27835,7 @@ static rocq_result rocq__kv_begin(const rocq_kv *kv, const char *call, int32_t s
     return rocq__begin_op(kv->ctx, call);
 }
 
+// Writes one of the words, which the next rocq_kv_flush copies to the device.
 static void rocq__kv_set(rocq_kv *kv, int32_t *word, int32_t value) {
     const int64_t i = word - kv->length;
     kv->dirty = ROCQ__MIN(kv->dirty, i);
@@ -27821,17 +27853,20 @@ static int32_t rocq__kv_pages(const rocq_kv *kv, int64_t length) {
     return size > 0 ? (int32_t)((length + size - 1) / size) : 0;
 }
 
+// Takes a free page, of which there has to be one.
 static int32_t rocq__kv_take(rocq_kv *kv) {
     const int32_t page = kv->free_pages[--kv->n_free];
     kv->refs[page] = 1;
     return page;
 }
 
+// Ends one sequence's use of a page, which is free once no other has it.
 static void rocq__kv_drop(rocq_kv *kv, int32_t page) {
     if (--kv->refs[page] == 0) kv->free_pages[kv->n_free++] = page;
 }
 
-// Also takes the pages for the new length, of which enough must be free, or gives some back.
+// Sets a sequence's length, and takes the pages for it, of which enough must be free, or gives some
+// back.
 static void rocq__kv_set_length(rocq_kv *kv, int32_t seq, int32_t length) {
     int32_t *table = rocq__kv_table(kv, seq);
     int32_t held = rocq__kv_pages(kv, kv->length[seq]);
@@ -27849,6 +27884,7 @@ static int32_t rocq__kv_shared(const rocq_kv *kv, int32_t seq, int32_t begin, in
     return n;
 }
 
+// Fails unless `have`, the free pages, are as many as the call needs.
 static rocq_result rocq__kv_want_pages(const rocq_kv *kv, const char *call, int32_t want,
                                        int32_t have) {
     if (want <= have) return ROCQ_OK;
@@ -27902,7 +27938,8 @@ static rocq_result rocq__kv_copy(rocq_kv *kv, int64_t to, int64_t from, int64_t 
     return ROCQ_OK;
 }
 
-// Replaces the shared ones of a sequence's pages [begin, end) by copies. Enough pages must be free.
+// Copy on write: replaces those of a sequence's pages [begin, end) that others share by copies.
+// Enough pages must be free.
 static rocq_result rocq__kv_own(rocq_kv *kv, int32_t seq, int32_t begin, int32_t end) {
     const int32_t size = kv->desc.page_size;
     int32_t *table = rocq__kv_table(kv, seq);
@@ -27928,7 +27965,8 @@ static rocq_tensor rocq__kv_stage(const rocq_kv *kv, const rocq_tensor *rows, in
     return t;
 }
 
-// Copies as many positions of a sequence as stage has, from pos on: to stage, or from it if out.
+// Copies rows (kv->k or kv->v) of a sequence between its cells, from pos on, and the stage, which
+// says how many: to the stage or, if `out`, from it.
 static rocq_result rocq__kv_move(rocq_kv *kv, const rocq_tensor *rows, int32_t seq, int32_t pos,
                                  const rocq_tensor *stage, bool out) {
     const int32_t n = (int32_t)stage->ne[2], swap[4] = {0, 2, 1, 3};
@@ -28042,7 +28080,7 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
     if (n == 0) return ROCQ_OK;
     const bool whole = size > 0 && first % size == 0 && n % size == 0;
     const int32_t left = length - n, end = rocq__kv_pages(kv, left);
-    const int32_t begin = size > 0 ? ROCQ__MIN(first / size, end) : 0; // written are [begin, end)
+    const int32_t begin = size > 0 ? ROCQ__MIN(first / size, end) : 0; // pages [begin, end) change
     const int32_t out = whole ? n / size : 0; // pages that are dropped
     int32_t *table = rocq__kv_table(kv, seq);
     // Shared pages come before own ones: if one is copied, dropping those before it frees no page.
@@ -30549,6 +30587,7 @@ typedef struct rocq__residency {
     int32_t compiler_lds; // by_lds as clang counts it
 } rocq__residency;
 
+// The limits for a kernel with so many VGPRs instead of params->vgprs.
 static rocq__residency rocq__residency_of(const rocq_occupancy_params *p, int32_t vgprs) {
     const int32_t cus = p->cu_mode ? 1 : 2, wave = p->wave ? p->wave : 32;
     const int32_t file = rocq__chip_find(p->target)->vgprs * 32 / wave;
@@ -30569,6 +30608,7 @@ static rocq__residency rocq__residency_of(const rocq_occupancy_params *p, int32_
     return limits;
 }
 
+// Workgroups that fit.
 static int32_t rocq__residency_groups(const rocq__residency *limits) {
     return ROCQ__MIN(ROCQ__MIN(limits->by_vgprs, limits->by_threads), limits->by_lds);
 }
@@ -30650,9 +30690,12 @@ ROCQ_DEF int32_t rocq_recommend_threads(const rocq_occupancy_params *params, dou
 // ---------------------------------------------------------------------------------------------
 // >>tuner: trials, and the file of their results. Not needed to run a model.
 // ---------------------------------------------------------------------------------------------
-// rocq_tune puts the configuration that it tries into ctx->tuned, where its result will be, so that
-// trials run through the same code as later launches. A row is a graph in which the op, or several
-// ops of one class in turn, are recorded many times over. The replay of a row is timed.
+// A site is a launch of an op whose configuration can be chosen, with the shapes that the choice
+// depends on; sites of one class (rocq__site_class) share a result. The rule is the configuration
+// that a launch has without a result, the grid all configurations that a site may have. A trial
+// times a row: the replay of a graph in which the op, or several ops of one class in turn, are
+// recorded many times over. The configuration on trial is put into ctx->tuned, where the result
+// will be, so that trials run through the same code as later launches.
 
 ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
     if (!ctx) return;
@@ -30674,7 +30717,7 @@ enum {
     ROCQ__TUNE_PROOF = 15               // samples of what is to replace the default, and of that
 };
 
-// -- the list --
+// -- the list ctx->tuned, in the order of sites --
 
 static rocq_result rocq__tuned_full(rocq_ctx *ctx) {
     return rocq__fail(ctx, ROCQ_E_STATE,
@@ -30682,6 +30725,7 @@ static rocq_result rocq__tuned_full(rocq_ctx *ctx) {
                       (int)ROCQ__TUNED);
 }
 
+// `place` is from rocq__tuned_place.
 static rocq_result rocq__tuned_insert(rocq_ctx *ctx, int32_t place, const rocq__tuned *entry) {
     if (ctx->n_tuned == ROCQ__TUNED) return rocq__tuned_full(ctx);
     void *list = rocq__array_grow(ctx, ctx->tuned, &ctx->tuned_capacity, (int64_t)ctx->n_tuned + 1,
@@ -30733,6 +30777,7 @@ static bool rocq__same_config(const rocq_launch_config *a, const rocq_launch_con
     return memcmp(a, b, sizeof *a) == 0;
 }
 
+// Whether a site may have this configuration.
 static bool rocq__grid_has(const rocq__site *site, const rocq_launch_config *config) {
     rocq_launch_config grid[ROCQ__GRID];
     const int32_t n = rocq__grid_of(site, grid);
@@ -30749,18 +30794,20 @@ typedef struct rocq__tuning {
     const rocq__op *op;
     const void *params[ROCQ__TUNE_PARAMS]; // run in turn
     int32_t n_params, n_runs;              // n_runs: ops in a row
-    rocq__site own;                        // the class
-    rocq_launch_config rule;               // the default
-    rocq_graph *rule_row;                  // a row under the default
+    rocq__site own;                        // the class that is tuned
+    rocq_launch_config rule;               // its configuration by rule, the default
+    rocq_graph *rule_row;                  // a row with that
     rocq_timer timer;
 } rocq__tuning;
 
+// Makes config the one with which ops of the class are launched from now on.
 static void rocq__tune_use(rocq__tuning *t, const rocq_launch_config *config) {
     bool found;
     const int32_t place = rocq__tuned_place(t->ctx, &t->own, &found);
     t->ctx->tuned[place].config = *config;
 }
 
+// Records a row with a configuration.
 static rocq_result rocq__tune_record(rocq__tuning *t, const rocq_launch_config *config,
                                      rocq_graph **row) {
     rocq_result result = ROCQ_OK;
@@ -30775,7 +30822,7 @@ static rocq_result rocq__tune_record(rocq__tuning *t, const rocq_launch_config *
     return result;
 }
 
-// One sample of a configuration: nanoseconds of an op.
+// Times a row that was recorded with config; *ns is the time of one op.
 static rocq_result rocq__tune_sample(rocq__tuning *t, const rocq_launch_config *config,
                                      rocq_graph *row, double *ns) {
     rocq_ctx *ctx = t->ctx;
@@ -30789,9 +30836,9 @@ static rocq_result rocq__tune_sample(rocq__tuning *t, const rocq_launch_config *
     return ROCQ_OK;
 }
 
-// Medians of the default and of a configuration, sampled in turn, so that a change of the clock
-// affects both. *ns is infinite where there is no memory to run the configuration. A trial of one
-// that takes over twice as long ends after its first sample.
+// Medians of n samples of the default and of a configuration, taken in turn, so that a change of
+// the GPU's clock affects both. *ns is infinite where there is no memory to run the configuration.
+// A trial of one that takes over twice as long ends after its first sample.
 static rocq_result rocq__tune_compare(rocq__tuning *t, const rocq_launch_config *config,
                                       int32_t n, double *rule_ns, double *ns) {
     double a[ROCQ__TUNE_PROOF], b[ROCQ__TUNE_PROOF];
@@ -30839,7 +30886,8 @@ static rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
     return ROCQ_OK;
 }
 
-// Whether to try a configuration: not the default again, and of the caller's list only the grid's.
+// Whether to try a configuration: not the default again, nor what the caller lists but the class
+// cannot have.
 static bool rocq__tune_wants(const rocq__tuning *t, const rocq_launch_config *config) {
     return !rocq__same_config(config, &t->rule) &&
            (!t->desc.configs || rocq__grid_has(&t->own, config));
@@ -30849,7 +30897,9 @@ static int64_t rocq__whole_ns(double ns) {
     return (int64_t)ceil(ROCQ__MIN(ns, 1e15));
 }
 
-// Tries all configurations, and the best of them once more against the default.
+// Tries all configurations, or those that the caller lists, then compares the best of them once
+// more with the default, in more samples. *out becomes the result: its config is zero where nothing
+// is better than the default.
 static rocq_result rocq__tune_trials(rocq__tuning *t, rocq_tune_result *result,
                                      rocq__tuned *out) {
     const int64_t end_ns = rocq_time_ns() + t->desc.max_ms * (int64_t)1000000;
@@ -30883,7 +30933,8 @@ static rocq_result rocq__tune_trials(rocq__tuning *t, rocq_tune_result *result,
     return ROCQ_OK;
 }
 
-// Finds what is best for a class, unless it is known. The list is as before on failure.
+// Finds the best configuration of the class t->own, unless ctx->tuned has it already. If it fails,
+// the list is as before.
 static rocq_result rocq__tune_class(rocq__tuning *t, rocq_tune_result *result,
                                     rocq__tuned *out) {
     rocq_ctx *ctx = t->ctx;
@@ -30915,6 +30966,7 @@ static rocq_result rocq__tune_class(rocq__tuning *t, rocq_tune_result *result,
 
 // -- ops and graphs --
 
+// Lists the sites of an op, by planning it without running it.
 static rocq_result rocq__survey_op(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                    rocq__survey *survey) {
     int64_t scratch;
@@ -30927,7 +30979,7 @@ static rocq_result rocq__survey_op(rocq_ctx *ctx, const rocq__op *op, const void
     return result;
 }
 
-// A site of an op. Each site of an op with n of them has the weight 1 / n.
+// A site of one of the ops that are tuned. An op with n sites counts as 1 / n of an op at each.
 typedef struct rocq__tune_site {
     rocq__site site, own;
     const rocq__op *op;
@@ -30941,6 +30993,7 @@ typedef struct rocq__tune_sites {
     double bytes, flops;   // of their ops
 } rocq__tune_sites;
 
+// Lists the sites of all nodes from `first` on.
 static rocq_result rocq__tune_collect(rocq_ctx *ctx, const rocq__node *first,
                                       rocq__tune_sites *sites) {
     rocq__survey survey;
@@ -30990,6 +31043,7 @@ static rocq_result rocq__tune_one(rocq__tuning *t, const rocq__tune_sites *sites
     return ROCQ_OK;
 }
 
+// Tunes all nodes from `first` on, the body of rocq_tune and rocq_tune_graph.
 static rocq_result rocq__tune_nodes(rocq__tuning *t, const rocq__node *first,
                                     rocq_tune_result *result) {
     const int64_t start_ns = rocq_time_ns();
@@ -31008,6 +31062,7 @@ static rocq_result rocq__tune_nodes(rocq__tuning *t, const rocq__node *first,
     return ROCQ_OK;
 }
 
+// Checks a call of the tuner and resolves its desc.
 static rocq_result rocq__tune_begin(rocq_ctx *ctx, const rocq_tune_desc *desc, rocq__tuning *t,
                                     rocq_tune_result *result) {
     ROCQ__TRY(rocq__not_recording(ctx, "tune"));
