@@ -16358,6 +16358,7 @@ static void rocq__rope_frequencies(rocq__rope *a) {
     }
 }
 
+// Checks the cells, whose numbers are known only when the stage begins.
 static rocq_result rocq__rope_begin(rocq_ctx *ctx, rocq__stage *stage) {
     rocq__rope *a = (rocq__rope *)stage->arg;
     for (int64_t t = 0; a->cell && t < stage->n; t++) {
@@ -17830,6 +17831,7 @@ static void rocq__delta_direction(const rocq__delta *a, float *to, const float *
     ROCQ__EITHER(a->simd, rocq__scale, (to, x, by, n));
 }
 
+// Fills in *to for token t of a sequence and one of its heads.
 static void rocq__delta_load(const rocq__delta *a, rocq__delta_token *to, int64_t head, int64_t t,
                              int64_t seq) {
     const rocq_delta_net_params *p = a->p;
@@ -17881,6 +17883,7 @@ static void rocq__delta_task(void *arg, int64_t i, int64_t i_end, int32_t thread
     }
 }
 
+// Checks the slots, whose numbers are known only when the stage begins.
 static rocq_result rocq__delta_begin(rocq_ctx *ctx, rocq__stage *stage) {
     const rocq_delta_net_params *p = ((const rocq__delta *)stage->arg)->p;
     const int64_t slots = p->state->ne[3];
@@ -18364,6 +18367,7 @@ static void rocq__conv_begin(const rocq__conv *a, float *sums, const rocq__conv_
     }
 }
 
+// Fills in the tile of this number. They are counted by columns, rows, phases, then frames.
 static void rocq__conv_tile_at(const rocq__conv *a, rocq__conv_tile *t, int64_t number) {
     const int64_t i = number % a->t.n_x, j = number / a->t.n_x % a->t.n_y;
     const int64_t rest = number / a->t.n_x / a->t.n_y;
@@ -24446,6 +24450,7 @@ static void rocq__survey_add(rocq__survey *survey, const rocq__site *site,
     if (survey->n < ROCQ__SURVEY) survey->site[survey->n++] = *site;
 }
 
+// How a site is launched: as the tuner has found for its class, else by rule.
 static rocq_launch_config rocq__config_for(rocq_ctx *ctx, const rocq__site *site) {
     rocq_launch_config config = rocq__rule_of(rocq__chip_of(ctx), site);
     if (ctx->n_tuned > 0) {
@@ -24486,6 +24491,7 @@ enum {
     ROCQ__KV = ROCQ__PLAIN | ROCQ__BIT_Q8_0 | ROCQ__BIT_Q4_0 | ROCQ__HADAMARD
 };
 
+// Whether an operand with these ROCQ__BIT flags may have this format.
 static bool rocq__accepts(int accept, rocq_format format) {
     switch (format) {
     case ROCQ_F32: return (accept & (ROCQ__BIT_F32 | ROCQ__ANY)) != 0;
@@ -26556,6 +26562,7 @@ static rocq_result rocq__graph_run(rocq_ctx *ctx, const rocq__node *first, const
     return ROCQ_OK;
 }
 
+// Destroys what was captured.
 static void rocq__graph_drop(rocq_ctx *ctx, rocq_graph *graph) {
     for (rocq__node *node = graph->first; node; node = node->next) {
         if (node->exec) ctx->gpu->hip->graph_exec_destroy(node->exec);
@@ -27322,6 +27329,8 @@ ROCQ__ALWAYS_INLINE bool rocq__class_serves(rocq_pool *pool, rocq__size_class *c
     return true;
 }
 
+// Hands out a free block of the smallest class that has one, but none of over twice the size of the
+// request's own class, and with `exact` only one of that class. If there is none, the pool grows.
 ROCQ__NOINLINE rocq_result rocq__pool_search(rocq_pool *pool, rocq_buffer *buffer, int64_t size) {
     if (!buffer || size < 1 || size > pool->most) {
         return rocq__pool_fail(pool, ROCQ_E_ARGUMENT,
@@ -27389,6 +27398,7 @@ ROCQ__ALWAYS_INLINE rocq__size_class *rocq__pool_return(rocq_pool *pool, rocq__p
     return cls;
 }
 
+// Puts the block back into the list of its class; false if buffer is none, or its guard is broken.
 ROCQ__ALWAYS_INLINE bool rocq__pool_put(rocq_pool *pool, rocq_buffer *buffer) {
     rocq__pool_block *block = buffer ? rocq__pool_find(pool, buffer) : NULL;
     if (!block || (pool->memory != ROCQ_MEMORY_DEVICE && rocq__guard_broken(block))) return false;
@@ -27399,6 +27409,7 @@ ROCQ__ALWAYS_INLINE bool rocq__pool_put(rocq_pool *pool, rocq_buffer *buffer) {
     return true;
 }
 
+// Says why rocq__pool_put has not freed a buffer. That of an empty one is no error.
 ROCQ__NOINLINE rocq_result rocq__pool_refuse(rocq_pool *pool, const rocq_buffer *buffer) {
     if (!buffer) return rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_free: buffer is NULL");
     if (!buffer->host && !buffer->device.address) return ROCQ_OK;
