@@ -10900,7 +10900,7 @@ ROCQ__TARGET_SDOT ROCQ__DOT_INT8(sdot)
 // fused form has the bits of the vectors' multiply-adds; without the instruction it is slow.
 #define ROCQ__DOT_SCALAR(name, add)                                                              \
     static void rocq__##name(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,           \
-                             int64_t k, const rocq__mm_floats *columns) {                        \
+                             int64_t k, const rocq__mm_floats *columns) {                         \
         const float *x = columns->x;                                                              \
         for (int64_t c = 0; c < columns->n; c++, x += columns->stride) {                          \
             for (int r = 0; r < ROCQ__MM_ROWS; r++) {                                             \
@@ -10978,7 +10978,7 @@ ROCQ__V8 void rocq__dot_float(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_row
 #define ROCQ__DOT_FLOAT(name, NAME, TARGET, kernel, most)                                         \
     TARGET static void rocq__dot_##name(float (*sums)[ROCQ__MM_TILE_M],                           \
                                         const rocq__mm_rows *rows, int64_t k,                     \
-                                        const rocq__mm_floats *columns) {                        \
+                                        const rocq__mm_floats *columns) {                         \
         const rocq_format f = ROCQ_##NAME;                                                        \
         const float *x = columns->x;                                                              \
         const int64_t n = columns->n, stride = columns->stride;                                   \
@@ -10995,7 +10995,7 @@ ROCQ__V8 void rocq__dot_float(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_row
     }
 #define ROCQ__DOT_SOME(kernel, most, count)                                                       \
     if ((count) <= (most) && some == (count)) {                                                   \
-        const rocq__mm_floats part = {x, stride, count};                                         \
+        const rocq__mm_floats part = {x, stride, count};                                          \
         kernel(sums, rows, f, k, part, c == 0);                                                   \
     }
 ROCQ__DOT_FLOAT(f32_simd, F32, ROCQ__SIMD, rocq__dot_float, 3)
