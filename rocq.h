@@ -5230,6 +5230,7 @@ static inline void rocq__store64(int64_t *p, int64_t v) {
 }
 #endif
 
+// Tells the core that this is a waiting loop, so that it leaves its resources to a sibling thread.
 static inline void rocq__relax(void) {
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
     __builtin_ia32_pause();
@@ -5295,6 +5296,7 @@ static void rocq__team_wake(rocq__team *team) {
     ROCQ__UNLOCK(&team->mutex);
 }
 
+// Sleeps while the team is idle (rocq__team_idle).
 static void rocq__team_sleep(rocq__team *team, int64_t seen, bool inside) {
     ROCQ__LOCK(&team->mutex);
     rocq__fetch_add32(&team->asleep, 1);
@@ -10357,9 +10359,16 @@ struct rocq__mm_kernels {
 };
 #endif
 
-// Adds k products per row and column of x; k is a multiple of 8.
+// The columns that a dot of floats multiplies with.
+typedef struct rocq__mm_floats {
+    const float *x; // the first
+    int64_t stride; // floats from column to column
+    int64_t n;
+} rocq__mm_floats;
+
+// Adds to sums[column][row] the products over k elements, a multiple of 8.
 typedef void (*rocq__mm_dot_float)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
-                                   int64_t k, const float *x, int64_t column_floats, int64_t n);
+                                   int64_t k, const rocq__mm_floats *columns);
 
 // Returns the product of one row, of k elements, with one column.
 typedef float (*rocq__mm_dot_row)(const unsigned char *w, const float *x, int64_t k);
@@ -10377,15 +10386,15 @@ typedef struct rocq__mm {
     const rocq__books *books;
     int64_t n;          // columns that share one matrix of w: those of all its batches of x
     int64_t n_matrices; // of w
-    int64_t panel_rows; // rows in an item of work that threads share: see rocq__mm_rows_shared
-    int64_t n_panels, n_tiles;
+    int64_t item_rows;  // rows of w in an item, the work that threads share: rocq__mm_rows_shared
+    int64_t n_row_items, n_tiles; // items of a matrix's rows; tiles of its columns
     int64_t column_bytes;
     int64_t columns_at;     // in scratch memory
     unsigned char *columns; // there
     rocq__mm_work *work;
     int64_t group; // INT8: elements per group of w's format
     bool has_min;
-    bool raise;     // 128 is added to the codes that pack has decoded (rocq__raise_codes)
+    bool add_128;   // to the codes that pack has decoded (rocq__raise_codes)
     bool sdot;      // NEON's byte dot product is there
     bool vbmi;      // AVX-512's permutations of bytes are there
     int32_t offset; // INT8: what the kernels add to w's codes; see rocq__dot_4_avx2
@@ -10913,8 +10922,9 @@ ROCQ__TARGET_SDOT ROCQ__DOT_INT8(sdot)
 // fused form has the bits of the vectors' multiply-adds; without the instruction it is slow.
 #define ROCQ__DOT_SCALAR(name, add)                                                              \
     static void rocq__##name(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,           \
-                             int64_t k, const float *x, int64_t column_floats, int64_t n) {       \
-        for (int64_t c = 0; c < n; c++, x += column_floats) {                                     \
+                             int64_t k, const rocq__mm_floats *columns) {                         \
+        const float *x = columns->x;                                                              \
+        for (int64_t c = 0; c < columns->n; c++, x += columns->stride) {                          \
             for (int r = 0; r < ROCQ__MM_ROWS; r++) {                                             \
                 const float *w = (const float *)(const void *)rows->at[r];                        \
                 float s[8] = {0};                                                                 \
@@ -10945,19 +10955,19 @@ ROCQ__V8 rocq__v8 rocq__v8_load_float(const rocq_format format, const unsigned c
                                 : rocq__v8_from_bf16(at);
 }
 
-// Adds the products of n_columns with a panel's rows, four at a time: as many sums as fit the
-// registers, so that their independent chains hide the latency of the adds. format and n_columns
+// Adds the products of the columns with a panel's rows, four at a time: as many sums as fit the
+// registers, so that their independent chains hide the latency of the adds. format and columns.n
 // are constants where this is inlined.
 ROCQ__V8 void rocq__dot_float(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
-                              const rocq_format format, int64_t k, const float *x,
-                              int64_t column_floats, const int n_columns, bool fetch) {
+                              const rocq_format format, int64_t k, rocq__mm_floats columns,
+                              bool fetch) {
     const int64_t bytes = format == ROCQ_F32 ? 4 : 2;
     for (int row = 0; row < ROCQ__MM_ROWS; row += 4) {
         const unsigned char *const *w = rows->at + row;
         const unsigned char *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
         rocq__v8 s[3][4];
         ROCQ__UNROLL
-        for (int c = 0; c < n_columns; c++) {
+        for (int c = 0; c < columns.n; c++) {
             ROCQ__UNROLL
             for (int r = 0; r < 4; r++) s[c][r] = rocq__v8_set1(0.0f);
         }
@@ -10965,18 +10975,20 @@ ROCQ__V8 void rocq__dot_float(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_row
             const bool new_line = fetch && i * bytes % 64 == 0;
             rocq__v8 v[3];
             ROCQ__UNROLL
-            for (int c = 0; c < n_columns; c++) v[c] = rocq__v8_load(x + c * column_floats + i);
+            for (int c = 0; c < columns.n; c++) {
+                v[c] = rocq__v8_load(columns.x + c * columns.stride + i);
+            }
             ROCQ__UNROLL
             for (int r = 0; r < 4; r++) {
                 const unsigned char *at = r == 0 ? w0 : r == 1 ? w1 : r == 2 ? w2 : w3;
                 const rocq__v8 a = rocq__v8_load_float(format, at += i * bytes);
                 if (new_line) ROCQ__FETCH(at, rows->ahead);
                 ROCQ__UNROLL
-                for (int c = 0; c < n_columns; c++) s[c][r] = rocq__v8_fma(a, v[c], s[c][r]);
+                for (int c = 0; c < columns.n; c++) s[c][r] = rocq__v8_fma(a, v[c], s[c][r]);
             }
         }
         ROCQ__UNROLL
-        for (int c = 0; c < n_columns; c++) {
+        for (int c = 0; c < columns.n; c++) {
             float four[4];
             rocq__v8_sum4(four, s[c][0], s[c][1], s[c][2], s[c][3]);
             for (int r = 0; r < 4; r++) sums[c][row + r] += four[r];
@@ -10987,20 +10999,26 @@ ROCQ__V8 void rocq__dot_float(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_row
 // At most `most` columns per pass, spread evenly: four columns are two and two, not three and one.
 #define ROCQ__DOT_FLOAT(name, NAME, TARGET, kernel, most)                                         \
     TARGET static void rocq__dot_##name(float (*sums)[ROCQ__MM_TILE_M],                           \
-                                        const rocq__mm_rows *rows, int64_t k, const float *x,     \
-                                        int64_t column_floats, int64_t n) {                       \
+                                        const rocq__mm_rows *rows, int64_t k,                     \
+                                        const rocq__mm_floats *columns) {                         \
         const rocq_format f = ROCQ_##NAME;                                                        \
-        const int64_t floats = column_floats;                                                     \
-        for (int64_t c = 0, some; c < n; c += some, x += some * floats, sums += some) {           \
+        const float *x = columns->x;                                                              \
+        const int64_t n = columns->n, stride = columns->stride;                                   \
+        for (int64_t c = 0, some; c < n; c += some, x += some * stride, sums += some) {           \
             const int64_t passes = (n - c + (most) - 1) / (most);                                 \
             some = (n - c + passes - 1) / passes;                                                 \
-            if (some == 1) kernel(sums, rows, f, k, x, floats, 1, c == 0);                        \
-            if (some == 2) kernel(sums, rows, f, k, x, floats, 2, c == 0);                        \
-            if (some == 3) kernel(sums, rows, f, k, x, floats, 3, c == 0);                        \
-            if ((most) > 3 && some == 4) kernel(sums, rows, f, k, x, floats, 4, c == 0);          \
-            if ((most) > 3 && some == 5) kernel(sums, rows, f, k, x, floats, 5, c == 0);          \
-            if ((most) > 3 && some == 6) kernel(sums, rows, f, k, x, floats, 6, c == 0);          \
+            ROCQ__DOT_SOME(kernel, most, 1)                                                       \
+            ROCQ__DOT_SOME(kernel, most, 2)                                                       \
+            ROCQ__DOT_SOME(kernel, most, 3)                                                       \
+            ROCQ__DOT_SOME(kernel, most, 4)                                                       \
+            ROCQ__DOT_SOME(kernel, most, 5)                                                       \
+            ROCQ__DOT_SOME(kernel, most, 6)                                                       \
         }                                                                                         \
+    }
+#define ROCQ__DOT_SOME(kernel, most, count)                                                       \
+    if ((count) <= (most) && some == (count)) {                                                   \
+        const rocq__mm_floats part = {x, stride, count};                                          \
+        kernel(sums, rows, f, k, part, c == 0);                                                   \
     }
 ROCQ__DOT_FLOAT(f32_simd, F32, ROCQ__SIMD, rocq__dot_float, 3)
 ROCQ__DOT_FLOAT(f16_simd, F16, ROCQ__SIMD, rocq__dot_float, 3)
@@ -11063,14 +11081,14 @@ ROCQ__DOT_ROW(bf16, BF16)
 // the panel is F32 at rows->at[0], [k / 8][row][8].
 ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_panel(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows, const rocq_format format, int64_t k,
-    const float *x, int64_t column_floats, const int n_columns, bool fetch, const bool eights) {
+    rocq__mm_floats columns, bool fetch, const bool eights) {
     const int64_t bytes = format == ROCQ_F32 ? 4 : 2;
     const unsigned char *at[ROCQ__MM_ROWS];
     __m512 s[6][4]; // of rows 2 p and 2 p + 1
     ROCQ__UNROLL
     for (int r = 0; r < ROCQ__MM_ROWS; r++) at[r] = rows->at[eights ? 0 : r];
     ROCQ__UNROLL
-    for (int c = 0; c < n_columns; c++) {
+    for (int c = 0; c < columns.n; c++) {
         ROCQ__UNROLL
         for (int p = 0; p < 4; p++) s[c][p] = _mm512_setzero_ps();
     }
@@ -11095,15 +11113,15 @@ ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_panel(
             }
         }
         ROCQ__UNROLL
-        for (int c = 0; c < n_columns; c++) {
-            const float *eight = x + c * column_floats + i;
+        for (int c = 0; c < columns.n; c++) {
+            const float *eight = columns.x + c * columns.stride + i;
             const __m512 v = _mm512_broadcast_f32x8(_mm256_loadu_ps(eight));
             ROCQ__UNROLL
             for (int p = 0; p < 4; p++) s[c][p] = _mm512_fmadd_ps(w[p], v, s[c][p]);
         }
     }
     ROCQ__UNROLL
-    for (int c = 0; c < n_columns; c++) {
+    for (int c = 0; c < columns.n; c++) {
         rocq__v8 of_row[ROCQ__MM_ROWS];
         ROCQ__UNROLL
         for (int p = 0; p < 4; p++) {
@@ -11144,6 +11162,7 @@ ROCQ__SIMD static void rocq__decode_eights(float *dst, rocq_format format,
 }
 #endif
 #undef ROCQ__DOT_FLOAT
+#undef ROCQ__DOT_SOME
 #endif
 
 // -- which kernels a format has --
@@ -13740,7 +13759,7 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
         mm->pack_pair = kernels->pack_pair[mm->interleaved][mm->avx512];
         if (!mm->avx512) return;
         rocq__mm_choose_dot_avx512(mm);
-        mm->raise = is_signed;
+        mm->add_128 = is_signed;
         if (is_signed) mm->offset = 128;
         return;
     }
@@ -13754,6 +13773,7 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
 #endif
 }
 
+// Likewise for products in F32 or F16.
 static void rocq__mm_choose_float(rocq__mm *mm) {
     const rocq_format format = mm->w->format;
     // INT8 products give the same bits with and without SIMD, and so must their adapters.
@@ -13799,9 +13819,10 @@ static void rocq__mm_panel_float(const rocq__mm *mm, rocq__mm_work *work,
                                  float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
                                  int64_t k, const float *x, int64_t n) {
     const rocq_format format = mm->w->format;
-    const int64_t column_floats = mm->column_bytes / 4, padded = (k + 7) / 8 * 8;
+    const rocq__mm_floats columns = {x, mm->column_bytes / 4, n};
+    const int64_t padded = (k + 7) / 8 * 8;
     if (mm->dot_as_is && padded == k) {
-        mm->dot_as_is(sums, rows, k, x, column_floats, n);
+        mm->dot_as_is(sums, rows, k, &columns);
         return;
     }
     rocq__mm_rows floats;
@@ -13813,7 +13834,7 @@ static void rocq__mm_panel_float(const rocq__mm *mm, rocq__mm_work *work,
             rocq__decode_eights(work->rows[0] + 8 * r, format, rows->at[r], k, next);
         }
         floats.at[0] = (const unsigned char *)work->rows;
-        mm->dot_f32(sums, &floats, padded, x, column_floats, n);
+        mm->dot_f32(sums, &floats, padded, &columns);
         return;
     }
 #endif
@@ -13826,7 +13847,7 @@ static void rocq__mm_panel_float(const rocq__mm *mm, rocq__mm_work *work,
         for (int64_t i = k; i < padded; i++) work->rows[r][i] = 0.0f;
         floats.at[r] = (const unsigned char *)work->rows[r];
     }
-    mm->dot_f32(sums, &floats, padded, x, column_floats, n);
+    mm->dot_f32(sums, &floats, padded, &columns);
 }
 
 // The product addresses rows as if w had the file's layout. The index, counted through all matrices
@@ -13859,18 +13880,26 @@ static void rocq__mm_rows_at(const rocq__mm *mm, rocq__mm_work *work, rocq__mm_r
     }
 }
 
-// Adds to sums the products of a panel of rows, with INT8 of n_pairs pairs, with n columns over
-// elements first .. first + k of K.
-static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
-                           float (*sums)[ROCQ__MM_TILE_M], const unsigned char *const *row,
-                           int n_pairs, int64_t first, int64_t k, const unsigned char *columns,
-                           int64_t n) {
+// Rows and columns of a tile.
+typedef struct rocq__mm_operands {
+    const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
+    const unsigned char *columns;
+    int64_t n;   // columns
+    int n_pairs; // INT8: pairs of panels that are multiplied at once
+} rocq__mm_operands;
+
+// Adds to work->sums the products of a panel or n_pairs pairs, from row r of the tile on, with all
+// columns over elements first to first + k - 1 of K.
+static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work, const rocq__mm_operands *in,
+                           int64_t r, int64_t first, int64_t k) {
     const rocq_tensor *t = mm->w;
+    const unsigned char *const *row = in->row + r;
+    float(*sums)[ROCQ__MM_TILE_M] = (float(*)[ROCQ__MM_TILE_M])(work->sums[0] + r);
     const rocq_format format = t->format;
     const int64_t start = rocq__bytes(format, first);
     rocq__mm_rows rows;
     const int64_t rows_of =
-        mm->precision == ROCQ_PRECISION_INT8 ? n_pairs * ROCQ__MM_PAIR : ROCQ__MM_ROWS;
+        mm->precision == ROCQ_PRECISION_INT8 ? in->n_pairs * ROCQ__MM_PAIR : ROCQ__MM_ROWS;
     const int64_t side_by_side = mm->interleaved ? ROCQ__SIDE_BY_SIDE : 1; // rows of a stream
     rows.ahead = first + k < t->ne[0] // then the next panel's rows
                      ? side_by_side * rocq__bytes(format, k)
@@ -13885,14 +13914,14 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
         tile.group = mm->group;
         tile.n_groups = k / mm->group;
         tile.has_min = mm->has_min;
-        tile.x = (const int8_t *)columns + first;
+        tile.x = (const int8_t *)in->columns + first;
         tile.groups_at = t->ne[0] - first;
         tile.groups_at += first / mm->group * (int64_t)sizeof(rocq__mm_group);
         tile.column_bytes = mm->column_bytes;
-        tile.n = n;
+        tile.n = in->n;
         rows.stride = rocq__bytes(format, t->stride[1]);
-        for (int p = 0; p < n_pairs; p++, row += ROCQ__MM_PAIR) {
-            // Rows past the last one are the last one again.
+        for (int p = 0; p < in->n_pairs; p++, row += ROCQ__MM_PAIR) {
+            // The rows of a pair lie side by side unless the last one was repeated.
             const int last = ROCQ__MM_PAIR - 1;
             if (mm->pack_pair && (mm->interleaved || row[last] - row[0] == last * rows.stride)) {
                 rows.at[0] =
@@ -13905,15 +13934,15 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
                 mm->pack(&work->pairs[p], &rows, first_row);
             }
 #if ROCQ__HAS_AVX2
-            if (mm->raise) rocq__raise_codes(&work->pairs[p], k);
+            if (mm->add_128) rocq__raise_codes(&work->pairs[p], k);
 #endif
         }
-        (n_pairs > 1 ? mm->wide_dot : mm->dot)(sums, &tile);
+        (in->n_pairs > 1 ? mm->wide_dot : mm->dot)(sums, &tile);
         return;
     }
     rocq__mm_rows_at(mm, work, &rows, row, first, k);
     rocq__mm_panel_float(mm, work, sums, &rows, k,
-                         (const float *)(const void *)columns + first, n);
+                         (const float *)(const void *)in->columns + first, in->n);
 }
 
 // -- between steps 2 and 3: a low-rank adapter --
@@ -14045,7 +14074,6 @@ static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matri
     const int64_t n_padded = (n_rows + step - 1) / step * step;
     // All pairs of a tile over a whole segment would leave no room for x in L1.
     const int64_t segment = whole ? ROCQ__MM_SEGMENT / 2 : ROCQ__MM_SEGMENT;
-    const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
     const unsigned char *first_row = rocq__row(w, m, matrix % w->ne[2], matrix / w->ne[2]);
     const int64_t stride = rocq__bytes(w->format, w->stride[1]);
     if (mm->dot_row) {
@@ -14055,34 +14083,38 @@ static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matri
         }
         return;
     }
-    for (int64_t r = 0; r < n_padded; r++) row[r] = first_row + ROCQ__MIN(r, n_rows - 1) * stride;
+    rocq__mm_operands in;
+    in.columns = columns;
+    in.n = n;
+    in.n_pairs = whole ? ROCQ__MM_PAIRS : 1;
+    for (int64_t r = 0; r < n_padded; r++) {
+        in.row[r] = first_row + ROCQ__MIN(r, n_rows - 1) * stride;
+    }
     memset(work->sums, 0, (size_t)((n + 7) / 8 * 8) * sizeof work->sums[0]);
     const int64_t some = few ? step : n_padded;
     for (int64_t top = 0; top < n_padded; top += some) {
         for (int64_t first = 0; first < w->ne[0]; first += segment) {
             const int64_t k = ROCQ__MIN(segment, w->ne[0] - first);
             for (int64_t r = top; r < top + some; r += step) {
-                float(*sums)[ROCQ__MM_TILE_M] = (float(*)[ROCQ__MM_TILE_M])(work->sums[0] + r);
-                rocq__mm_panel(mm, work, sums, row + r, whole ? ROCQ__MM_PAIRS : 1, first, k,
-                               columns, n);
+                rocq__mm_panel(mm, work, &in, r, first, k);
             }
         }
     }
 }
 
-// Panels begin .. end, counted through the panels of w, then tiles of columns, then matrices.
-static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) {
-    const rocq__mm *mm = (const rocq__mm *)arg;
+// Computes items begin to end - 1 of y. They are counted through the rows of a matrix, then its
+// tiles of columns, then the matrices.
+static void rocq__mm_run_tiles(const rocq__mm *mm, int64_t begin, int64_t end, int32_t thread) {
     const rocq_tensor *w = mm->w;
     rocq__mm_work *work = mm->work + thread;
     const bool few = mm->n <= ROCQ__MM_FEW;
-    const int64_t most = ROCQ__MM_TILE_M / mm->panel_rows;
-    for (int64_t i = begin, n_panels; i < end; i += n_panels) {
-        const int64_t panel = i % mm->n_panels, tile = i / mm->n_panels % mm->n_tiles;
-        const int64_t matrix = i / mm->n_panels / mm->n_tiles;
-        const int64_t m = panel * mm->panel_rows, column = tile * ROCQ__MM_TILE_N;
-        n_panels = ROCQ__MIN(ROCQ__MIN(most, end - i), mm->n_panels - panel);
-        const int64_t n_rows = ROCQ__MIN(n_panels * mm->panel_rows, w->ne[1] - m);
+    const int64_t most = ROCQ__MM_TILE_M / mm->item_rows;
+    for (int64_t i = begin, n_items; i < end; i += n_items) {
+        const int64_t item = i % mm->n_row_items, tile = i / mm->n_row_items % mm->n_tiles;
+        const int64_t matrix = i / mm->n_row_items / mm->n_tiles;
+        const int64_t m = item * mm->item_rows, column = tile * ROCQ__MM_TILE_N;
+        n_items = ROCQ__MIN(ROCQ__MIN(most, end - i), mm->n_row_items - item);
+        const int64_t n_rows = ROCQ__MIN(n_items * mm->item_rows, w->ne[1] - m);
         const int64_t n = ROCQ__MIN((int64_t)ROCQ__MM_TILE_N, mm->n - column);
         const unsigned char *columns = mm->columns + (matrix * mm->n + column) * mm->column_bytes;
         rocq__mm_sums(mm, work, matrix, m, n_rows, columns, n, few);
@@ -14162,18 +14194,17 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
     }
 }
 
-// Does the work of rocq__mm_run for a single column that a pass multiplies. It takes many panels at
-// a time and runs the epilogue once for all of them: with a K as short as 256, computing addresses
-// and running an epilogue for each panel would cost as much as the products.
-static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t thread) {
-    const rocq__mm *mm = (const rocq__mm *)arg;
+// The same for a single column that a pass multiplies. It takes many items at a time and runs the
+// epilogue once for all of them: with a K as short as 256, computing addresses and running an
+// epilogue for each item would cost as much as the products.
+static void rocq__mm_run_column(const rocq__mm *mm, int64_t begin, int64_t end, int32_t thread) {
     rocq__mm_work *work = mm->work + thread;
     float *sums = work->sums[0];
-    for (int64_t i = begin, n_panels; i < end; i += n_panels) {
-        const int64_t matrix = i / mm->n_panels, m = i % mm->n_panels * mm->panel_rows;
-        n_panels = ROCQ__MIN(ROCQ__MIN((int64_t)ROCQ__MM_PASS_ROWS / mm->panel_rows, end - i),
-                             mm->n_panels - m / mm->panel_rows);
-        const int64_t n_rows = ROCQ__MIN(n_panels * mm->panel_rows, mm->w->ne[1] - m);
+    for (int64_t i = begin, n_items; i < end; i += n_items) {
+        const int64_t matrix = i / mm->n_row_items, m = i % mm->n_row_items * mm->item_rows;
+        n_items = ROCQ__MIN(ROCQ__MIN((int64_t)ROCQ__MM_PASS_ROWS / mm->item_rows, end - i),
+                            mm->n_row_items - m / mm->item_rows);
+        const int64_t n_rows = ROCQ__MIN(n_items * mm->item_rows, mm->w->ne[1] - m);
         if (mm->adapter) {
             rocq__mm_fetch_lora(rocq__row(mm->adapter->w, m, 0, 0), ROCQ__LORA_AHEAD);
         }
@@ -14190,13 +14221,13 @@ static int64_t rocq__mm_together(const rocq__mm *mm, int64_t work) {
     return mm->pass && mm->streams && !mm->interleaved ? ROCQ__WORTH_TOGETHER / work : 0;
 }
 
-static void rocq__mm_panels(rocq__mm *mm, int64_t begin, int64_t end, int32_t thread) {
+static void rocq__mm_run(const rocq__mm *mm, int64_t begin, int64_t end, int32_t thread) {
     if (mm->pass) rocq__mm_run_column(mm, begin, end, thread);
-    else rocq__mm_run(mm, begin, end, thread);
+    else rocq__mm_run_tiles(mm, begin, end, thread);
 }
 
-// Rows in an item of work that threads share: of a tile, a pair or, for a lone column without
-// AVX-512, a panel (but a pair if rows are interleaved). A tile's pairs are multiplied together 1.8
+// How many rows of w an item has: those of a tile, of a pair or, for a lone column without AVX-512,
+// of a panel (but of a pair if rows are interleaved). A tile's pairs are multiplied together 1.8
 // times as fast as one by one, in the time of 20 / 9 pairs. So they stay together, unless the
 // thread with the most work would end earlier with single pairs, because there are fewer tiles than
 // threads or not many more.
@@ -14215,9 +14246,10 @@ static int64_t rocq__mm_rows_shared(const rocq__mm *mm, const rocq_ctx *ctx) {
     return ROCQ__MM_PAIR;
 }
 
+// Cuts w into items of so many rows.
 static void rocq__mm_share(rocq__mm *mm, int64_t rows) {
-    mm->panel_rows = rows;
-    mm->n_panels = (mm->w->ne[1] + rows - 1) / rows;
+    mm->item_rows = rows;
+    mm->n_row_items = (mm->w->ne[1] + rows - 1) / rows;
 }
 
 // Fills in all that follows from the params; only the addresses in scratch memory are left open. n
@@ -14270,7 +14302,7 @@ static bool rocq__mm_same_columns(const rocq__mm *a, const rocq__mm *b) {
            a->has_min == b->has_min && v->ne[2] == w->ne[2] && v->ne[3] == w->ne[3];
 }
 
-// A product of a chain. With w2 it is two: for each chunk of panels `other` writes w2 x to scratch
+// A product of a chain. With w2 it is two: for each chunk of items `other` writes w2 x to scratch
 // memory as F32, then `main` multiplies its own result by that. y in Q8_0 is first written to
 // scratch memory as F32, and cast in a stage of its own.
 typedef struct rocq__mm_product {
@@ -14286,7 +14318,7 @@ typedef struct rocq__mm_chain {
     int32_t n_products, n_columns;
     int64_t work_bytes;
     struct {
-        const rocq__mm *mm; // converts them
+        const rocq__mm *mm; // the first product that reads them: stage 1 converts them for it
         int64_t at;         // in scratch memory
     } columns[4 * ROCQ__MOST_PRODUCTS];
     rocq__mm_product *products;
@@ -14305,6 +14337,8 @@ static int64_t rocq__mm_room(int64_t *bytes, int64_t n) {
     return at;
 }
 
+// Finds a product's converted columns: those of a product before it, if it can read them, else new
+// ones in scratch memory.
 static void rocq__mm_columns(rocq__mm_chain *chain, rocq__mm *mm, int64_t *bytes) {
     int64_t n;
     for (int32_t i = 0; i < chain->n_columns; i++) {
@@ -14320,7 +14354,8 @@ static void rocq__mm_columns(rocq__mm_chain *chain, rocq__mm *mm, int64_t *bytes
     chain->columns[chain->n_columns++].at = mm->columns_at;
 }
 
-// The adapter of a product: low-rank factor b and its columns t.
+// Plans a product's adapter, which adds b t to its sums: b is the second low-rank factor, and t the
+// first one's product with x. NULL for b: the product has none.
 static void rocq__mm_lay_adapter(rocq__mm_chain *chain, rocq__mm *mm, rocq__mm *adapter,
                                  const rocq_ctx *ctx, const rocq_tensor *b, const rocq_tensor *t,
                                  int64_t *bytes) {
@@ -14362,7 +14397,7 @@ static int64_t rocq__mm_lay(rocq__mm_chain *chain, rocq__mm_product *products, c
             product->other_params.precision = p->precision;
             product->other_params.lora_scale = p->lora_scale;
             rocq__mm_plan(&product->other, ctx, &product->other_params, n, NULL, NULL);
-            if (product->other.panel_rows != product->main.panel_rows) { // of two formats
+            if (product->other.item_rows != product->main.item_rows) { // of two formats
                 rocq__mm_share(&product->main, ROCQ__MM_PAIR);
                 rocq__mm_share(&product->other, ROCQ__MM_PAIR);
             }
@@ -14383,10 +14418,10 @@ static int64_t rocq__scratch_matmul_cpu(const rocq_ctx *ctx, const void *params)
 }
 
 static int64_t rocq__mm_items(const rocq__mm *mm) {
-    return mm->n_panels * mm->n_tiles * mm->n_matrices;
+    return mm->n_row_items * mm->n_tiles * mm->n_matrices;
 }
 
-// Stage 1: all columns of the chain.
+// Stage 1: converts all columns of the chain.
 static void rocq__mm_convert_all(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__mm_chain *chain = (const rocq__mm_chain *)arg;
     int64_t first = 0;
@@ -14399,7 +14434,7 @@ static void rocq__mm_convert_all(void *arg, int64_t begin, int64_t end, int32_t 
     }
 }
 
-// Stage 2: all panels of the chain.
+// Stage 2: all items of the chain.
 static void rocq__mm_run_all(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__mm_chain *chain = (const rocq__mm_chain *)arg;
     int64_t first = 0;
@@ -14407,14 +14442,14 @@ static void rocq__mm_run_all(void *arg, int64_t begin, int64_t end, int32_t thre
         rocq__mm_product *product = &chain->products[i];
         const int64_t n = rocq__mm_items(&product->main);
         const int64_t from = ROCQ__MAX(begin - first, 0), to = ROCQ__MIN(end - first, n);
-        if (from < to && product->has_other) rocq__mm_panels(&product->other, from, to, thread);
-        if (from < to) rocq__mm_panels(&product->main, from, to, thread);
+        if (from < to && product->has_other) rocq__mm_run(&product->other, from, to, thread);
+        if (from < to) rocq__mm_run(&product->main, from, to, thread);
         first += n;
     }
 }
 
-// Lists what panels begin .. end of the chain read first, ROCQ__MM_AHEAD bytes at most. If there is
-// a w2, a thread reads some of its rows and then those of w: half of what is left goes to each.
+// Lists what items begin to end - 1 of the chain read first, ROCQ__MM_AHEAD bytes at most. If there
+// is a w2, a thread reads some of its rows and then those of w: half of what is left goes to each.
 static void rocq__mm_reads(const void *arg, int64_t begin, int64_t end, rocq__ahead *to) {
     const rocq__mm_chain *chain = (const rocq__mm_chain *)arg;
     int64_t first = 0, left = ROCQ__MM_AHEAD;
@@ -14426,9 +14461,9 @@ static void rocq__mm_reads(const void *arg, int64_t begin, int64_t end, rocq__ah
         first += items;
         for (int j = product->has_other ? 0 : 1; j < 2 && from < past; j++) {
             const rocq__mm *mm = mms[j];
-            const int64_t matrix = from / mm->n_panels / mm->n_tiles;
-            const int64_t row = from % mm->n_panels * mm->panel_rows;
-            const int64_t rows = ROCQ__MIN((past - from) * mm->panel_rows, mm->w->ne[1] - row);
+            const int64_t matrix = from / mm->n_row_items / mm->n_tiles;
+            const int64_t row = from % mm->n_row_items * mm->item_rows;
+            const int64_t rows = ROCQ__MIN((past - from) * mm->item_rows, mm->w->ne[1] - row);
             const int64_t bytes = rows * rocq__bytes(mm->w->format, mm->w->stride[1]);
             if (left <= 0 || n == ROCQ__AHEAD_PARTS) return;
             to->at[n] = rocq__row(mm->w, row, matrix % mm->w->ne[2], matrix / mm->w->ne[2]);
@@ -14440,6 +14475,7 @@ static void rocq__mm_reads(const void *arg, int64_t begin, int64_t end, rocq__ah
 
 static void rocq__plan_map_cpu(rocq__plan *plan, rocq_op op, const void *params);
 
+// Turns a product's offsets into scratch memory into addresses.
 static void rocq__mm_place(rocq__mm *mm, const rocq__plan *plan) {
     mm->work = (rocq__mm_work *)(void *)plan->scratch;
     mm->columns = (unsigned char *)plan->scratch + mm->columns_at;
@@ -14478,7 +14514,7 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
             product->main_params.y = &product->main_y;
         }
         n_items += rocq__mm_items(&product->main);
-        most = ROCQ__MAX(most, product->main.panel_rows *
+        most = ROCQ__MAX(most, product->main.item_rows *
                                    ROCQ__MIN(product->main.n, (int64_t)ROCQ__MM_TILE_N));
     }
     rocq__plan_stage(plan, rocq__mm_convert_all, chain, n_columns, rocq__plan_grain(plan, 4 * k));
@@ -14787,18 +14823,28 @@ enum {
     ROCQ__ATTEND_SIX = 6      // keys, or queries, that it takes
 };
 
-// Keys or values that are needed next. A kernel prefetches them while it works, a few rows at a
+// Rows of K or V that are needed next. A kernel prefetches them while it works, a few rows at a
 // time: all of them at once would be more than the processor can wait for.
 typedef struct rocq__attend_next {
     const void *row[ROCQ__ATTEND_KEYS];
     int64_t bytes; // of each
 } rocq__attend_next;
 
-typedef void (*rocq__attend_dots)(const float *const *q, const void *const *k, int64_t n_keys,
-                                  int64_t n, float *const *score, const rocq__attend_next *next);
-typedef void (*rocq__attend_values)(float *const *acc, const float *keep, const void *const *v,
-                                    const float *const *weight, int64_t n_keys, int64_t n,
-                                    const rocq__attend_next *next);
+// Rows of K or V that a kernel of few query rows takes, in F32 or as they are stored.
+typedef struct rocq__attend_operand {
+    const void *const *row;
+    int64_t n_keys;                // rows; of K a multiple of 8, which the scalar kernel needs not
+    int64_t n;                     // elements in a row, a multiple of 32, or of 8 for that kernel
+    const rocq__attend_next *next; // n_keys rows that are prefetched meanwhile, or NULL
+} rocq__attend_operand;
+
+// score[r][j] = q[r] . k[j] for the kernel's query rows r and the keys j.
+typedef void (*rocq__attend_dots)(const rocq__attend_operand *k, const float *const *q,
+                                  float *const *score);
+
+// acc[r] = keep[r] acc[r] + sum over j of weight[r][j] v[j].
+typedef void (*rocq__attend_values)(const rocq__attend_operand *v, const float *const *weight,
+                                    const float *keep, float *const *acc);
 
 typedef struct rocq__attend {
     const rocq_attention_params *p;
@@ -14841,30 +14887,26 @@ typedef struct rocq__attend_keys {
     bool all_visible; // every row sees all of them
 } rocq__attend_keys;
 
-// score[0][j] = q[0] . k[j] for one row; n is a multiple of 32, n_keys of 8.
-static void rocq__dots_scalar(const float *const *q, const void *const *k, int64_t n_keys,
-                              int64_t n, float *const *score, const rocq__attend_next *next) {
-    (void)next;
-    for (int64_t j = 0; j < n_keys; j++) {
-        const float *key = (const float *)k[j];
+// Of one query row and F32.
+static void rocq__dots_scalar(const rocq__attend_operand *k, const float *const *q,
+                              float *const *score) {
+    for (int64_t j = 0; j < k->n_keys; j++) {
+        const float *key = (const float *)k->row[j];
         float sum[8] = {0};
-        for (int64_t i = 0; i < n; i += 8) {
+        for (int64_t i = 0; i < k->n; i += 8) {
             for (int l = 0; l < 8; l++) sum[l] += q[0][i + l] * key[i + l];
         }
         score[0][j] = rocq__sum8(sum);
     }
 }
 
-// acc[0] = keep[0] acc[0] + sum over j of weight[0][j] v[j] for one row; n is a multiple of 32.
-static void rocq__values_scalar(float *const *acc, const float *keep, const void *const *v,
-                                const float *const *weight, int64_t n_keys, int64_t n,
-                                const rocq__attend_next *next) {
-    (void)next;
-    for (int64_t i = 0; i < n; i += 8) {
+static void rocq__values_scalar(const rocq__attend_operand *v, const float *const *weight,
+                                const float *keep, float *const *acc) {
+    for (int64_t i = 0; i < v->n; i += 8) {
         float a[8];
         for (int l = 0; l < 8; l++) a[l] = acc[0][i + l] * keep[0];
-        for (int64_t j = 0; j < n_keys; j++) {
-            const float *value = (const float *)v[j] + i;
+        for (int64_t j = 0; j < v->n_keys; j++) {
+            const float *value = (const float *)v->row[j] + i;
             for (int l = 0; l < 8; l++) a[l] += weight[0][j] * value[l];
         }
         memcpy(acc[0] + i, a, sizeof a);
@@ -14880,24 +14922,23 @@ ROCQ__V8 void rocq__fetch_part(const rocq__attend_next *next, int64_t j, int64_t
     for (; begin < end; begin += 64) ROCQ__PREFETCH(row + begin, 3);
 }
 
-// The same for one, two or four rows, for which a key is widened once, with 8 / rows keys at a
-// time, so that all sums stay in registers. A row's result has the same bits with any of them. If
-// next is not NULL its rows are prefetched meanwhile.
-ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *const *q,
-                         const void *const *k, int64_t n_keys, int64_t n, float *const *score,
-                         const rocq__attend_next *next) {
+// Of one, two or four query rows, for which a key is widened once, with 8 / rows keys at a time, so
+// that all sums stay in registers. A row's result has the same bits with any of them.
+ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, rocq__attend_operand k,
+                         const float *const *q, float *const *score) {
+    const rocq__attend_next *next = k.next;
     const int step = 8 / rows;
-    for (int64_t first = 0; first < n_keys; first += step) {
+    for (int64_t first = 0; first < k.n_keys; first += step) {
         rocq__v8 sum[8]; // [rows][step]
         float all[8];
         for (int j = 0; next && j < step; j++) rocq__fetch_part(next, first + j, 0, next->bytes);
         ROCQ__UNROLL
         for (int i = 0; i < 8; i++) sum[i] = rocq__v8_set1(0.0f);
-        for (int64_t i = 0; i < n; i += 32) {
+        for (int64_t i = 0; i < k.n; i += 32) {
             ROCQ__UNROLL
             for (int j = 0; j < step; j++) {
                 rocq__v8 key[4];
-                rocq__v8_load_row(format, 4, key, k[first + j], i);
+                rocq__v8_load_row(format, 4, key, k.row[first + j], i);
                 ROCQ__UNROLL
                 for (int r = 0; r < rows; r++) {
                     rocq__v8 one = sum[r * step + j];
@@ -14918,27 +14959,27 @@ ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *
     }
 }
 
-// 64 / rows elements of each acc are in registers at a time.
-ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *const *acc,
-                           const float *keep, const void *const *v, const float *const *weight,
-                           int64_t n_keys, int64_t n, const rocq__attend_next *next) {
+// Keeps 64 / rows elements of each acc in registers at a time.
+ROCQ__V8 void rocq__values(const rocq_format format, const int rows, rocq__attend_operand v,
+                           const float *const *weight, const float *keep, float *const *acc) {
+    const rocq__attend_next *next = v.next;
     const int n_vectors = 8 / rows;
     const int64_t bytes = next ? (next->bytes + 63) / 64 * 64 : 0;
     int64_t fetched = 0, fetch_end = 0;
-    for (int64_t i = 0; i < n; i += 8 * n_vectors, fetched = fetch_end) {
-        fetch_end = bytes * (i + 8 * n_vectors) / n / 64 * 64; // this part of the next row's bytes
+    for (int64_t i = 0; i < v.n; i += 8 * n_vectors, fetched = fetch_end) {
+        fetch_end = bytes * (i + 8 * n_vectors) / v.n / 64 * 64; // this part of the next bytes
         rocq__v8 a[8]; // [rows][n_vectors]
         ROCQ__UNROLL
         for (int l = 0; l < 8; l++) {
             const int r = l / n_vectors, at = 8 * (l % n_vectors);
             a[l] = rocq__v8_mul(rocq__v8_set1(keep[r]), rocq__v8_load(acc[r] + i + at));
         }
-        for (int64_t j = 0; j < n_keys; j++) {
+        for (int64_t j = 0; j < v.n_keys; j++) {
             rocq__v8 value[8];
             if (fetched < fetch_end) rocq__fetch_part(next, j, fetched, fetch_end);
             ROCQ__UNROLL
             for (int l = 0; l < n_vectors; l += 4) {
-                rocq__v8_load_row(format, n_vectors == 2 ? 2 : 4, value + l, v[j], i + 8 * l);
+                rocq__v8_load_row(format, n_vectors == 2 ? 2 : 4, value + l, v.row[j], i + 8 * l);
             }
             ROCQ__UNROLL
             for (int r = 0; r < rows; r++) {
@@ -15013,23 +15054,23 @@ ROCQ__WIDE __m512 rocq__wide_load(const rocq_format format, const bool two, cons
 // and a row is fetched once n of them are due. A step is a block of 32 or, in formats without
 // blocks, 8 elements, which with those of a second key fill a vector. Longer steps would need more
 // registers for addresses and are no faster.
-ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const float *const *q,
-                                const void *const *k, int64_t n_keys, int64_t n,
-                                float *const *score, const rocq__attend_next *next) {
+ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, rocq__attend_operand k,
+                                const float *const *q, float *const *score) {
+    const rocq__attend_next *next = k.next;
     const int step = format == ROCQ_Q8_0 || format == ROCQ_Q4_0 ? 32 : 8;
     int64_t due = 0, fetched = 0;
-    for (int64_t first = 0; first < n_keys; first += 8) {
+    for (int64_t first = 0; first < k.n_keys; first += 8) {
         __m512 sum[4][4]; // [rows][pairs]
         ROCQ__UNROLL
         for (int l = 0; l < 16; l++) sum[l / 4][l % 4] = _mm512_setzero_ps();
-        for (int64_t i = 0; i < n; i += step) {
-            for (due += 8 * step; next && due >= n; due -= n) {
+        for (int64_t i = 0; i < k.n; i += step) {
+            for (due += 8 * step; next && due >= k.n; due -= k.n) {
                 rocq__fetch_part(next, fetched++, 0, next->bytes);
             }
             __m512 scale[4];
             ROCQ__UNROLL
             for (int p = 0; p < 4; p++) {
-                const void *const *pair = k + first + 2 * p;
+                const void *const *pair = k.row + first + 2 * p;
                 scale[p] = rocq__wide_scale(format, pair[0], pair[1], i);
             }
             ROCQ__UNROLL
@@ -15041,7 +15082,7 @@ ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const 
                 }
                 ROCQ__UNROLL
                 for (int p = 0; p < 4; p++) {
-                    const void *const *pair = k + first + 2 * p;
+                    const void *const *pair = k.row + first + 2 * p;
                     const __m512 key =
                         rocq__wide_load(format, true, pair[0], pair[1], i + l, scale[p]);
                     ROCQ__UNROLL
@@ -15064,13 +15105,16 @@ ROCQ__WIDE void rocq__dots_wide(const rocq_format format, const int rows, const 
     }
 }
 
-// Elements i to i + 16 n_vectors - 1 of each acc, which are in registers meanwhile; [fetched,
-// fetch_end) of the next rows' bytes are prefetched.
+// A part of the sums of values: from element i on, and bytes [fetched, fetch_end) of next's rows.
+typedef struct rocq__values_range {
+    int64_t i, fetched, fetch_end;
+} rocq__values_range;
+
+// The first 16 n_vectors elements of the range, which are in registers meanwhile.
 ROCQ__WIDE void rocq__values_part(const rocq_format format, const int rows, const int n_vectors,
-                                  float *const *acc, const float *keep, const void *const *v,
-                                  const float *const *weight, int64_t n_keys, int64_t i,
-                                  const rocq__attend_next *next, int64_t fetched,
-                                  int64_t fetch_end) {
+                                  rocq__attend_operand v, const float *const *weight,
+                                  const float *keep, float *const *acc, rocq__values_range part) {
+    const int64_t i = part.i;
     __m512 a[4][4];
     ROCQ__UNROLL
     for (int r = 0; r < rows; r++) {
@@ -15079,14 +15123,16 @@ ROCQ__WIDE void rocq__values_part(const rocq_format format, const int rows, cons
             a[r][l] = _mm512_mul_ps(_mm512_set1_ps(keep[r]), _mm512_loadu_ps(acc[r] + i + 16 * l));
         }
     }
-    for (int64_t j = 0; j < n_keys; j++) {
+    for (int64_t j = 0; j < v.n_keys; j++) {
         __m512 value[4];
-        if (fetched < fetch_end) rocq__fetch_part(next, j, fetched, fetch_end);
+        if (part.fetched < part.fetch_end) {
+            rocq__fetch_part(v.next, j, part.fetched, part.fetch_end);
+        }
         ROCQ__UNROLL
         for (int l = 0; l < n_vectors; l++) {
             const int64_t at = i + 16 * l;
-            const __m512 scale = rocq__wide_scale(format, v[j], v[j], at);
-            value[l] = rocq__wide_load(format, false, v[j], v[j], at, scale);
+            const __m512 scale = rocq__wide_scale(format, v.row[j], v.row[j], at);
+            value[l] = rocq__wide_load(format, false, v.row[j], v.row[j], at, scale);
         }
         ROCQ__UNROLL
         for (int r = 0; r < rows; r++) {
@@ -15102,18 +15148,18 @@ ROCQ__WIDE void rocq__values_part(const rocq_format format, const int rows, cons
     }
 }
 
-ROCQ__WIDE void rocq__values_wide(const rocq_format format, const int rows, float *const *acc,
-                                  const float *keep, const void *const *v,
-                                  const float *const *weight, int64_t n_keys, int64_t n,
-                                  const rocq__attend_next *next) {
-    const int64_t bytes = next ? (next->bytes + 63) / 64 * 64 : 0;
-    int64_t i = 0, fetched = 0, end;
-    for (; i + 64 <= n; i += 64, fetched = end) {
-        end = bytes * (i + 64) / n / 64 * 64;
-        rocq__values_part(format, rows, 4, acc, keep, v, weight, n_keys, i, next, fetched, end);
+ROCQ__WIDE void rocq__values_wide(const rocq_format format, const int rows, rocq__attend_operand v,
+                                  const float *const *weight, const float *keep,
+                                  float *const *acc) {
+    const int64_t bytes = v.next ? (v.next->bytes + 63) / 64 * 64 : 0;
+    rocq__values_range part = {0, 0, 0};
+    for (; part.i + 64 <= v.n; part.i += 64, part.fetched = part.fetch_end) {
+        part.fetch_end = bytes * (part.i + 64) / v.n / 64 * 64;
+        rocq__values_part(format, rows, 4, v, weight, keep, acc, part);
     }
-    if (i == n) return;
-    rocq__values_part(format, rows, 2, acc, keep, v, weight, n_keys, i, next, fetched, bytes);
+    if (part.i == v.n) return;
+    part.fetch_end = bytes;
+    rocq__values_part(format, rows, 2, v, weight, keep, acc, part);
 }
 #undef ROCQ__WIDE
 #endif
@@ -15124,14 +15170,13 @@ ROCQ__WIDE void rocq__values_wide(const rocq_format format, const int rows, floa
     X(f32, F32, 4) X(f16, F16, 4) X(bf16, BF16, 4) X(q8_0, Q8_0, 4) X(q4_0, Q4_0, 4)
 #define ROCQ__ATTEND_KERNELS(name, NAME, ROWS, TARGET, tier, dots, values)                         \
     static TARGET void rocq__dots_##name##_##ROWS##tier(                                           \
-        const float *const *q, const void *const *k, int64_t n_keys, int64_t n,                    \
-        float *const *score, const rocq__attend_next *next) {                                      \
-        dots(ROCQ_##NAME, ROWS, q, k, n_keys, n, score, next);                                     \
+        const rocq__attend_operand *k, const float *const *q, float *const *score) {               \
+        dots(ROCQ_##NAME, ROWS, *k, q, score);                                                     \
     }                                                                                              \
     static TARGET void rocq__values_##name##_##ROWS##tier(                                         \
-        float *const *acc, const float *keep, const void *const *v, const float *const *weight,    \
-        int64_t n_keys, int64_t n, const rocq__attend_next *next) {                                \
-        values(ROCQ_##NAME, ROWS, acc, keep, v, weight, n_keys, n, next);                          \
+        const rocq__attend_operand *v, const float *const *weight, const float *keep,              \
+        float *const *acc) {                                                                       \
+        values(ROCQ_##NAME, ROWS, *v, weight, keep, acc);                                          \
     }
 #define ROCQ__ATTEND_SIMD(name, NAME, ROWS)                                                        \
     ROCQ__ATTEND_KERNELS(name, NAME, ROWS, ROCQ__SIMD, , rocq__dots, rocq__values)
@@ -15248,6 +15293,7 @@ typedef struct rocq__attend_view {
     float decoded[ROCQ__ATTEND_KEYS];
 } rocq__attend_view;
 
+// Fills in the view of row r. The tile is [begin, begin + n_keys).
 static void rocq__attend_look(const rocq__attend *a, const rocq__attend_item *item, int64_t r,
                               int64_t begin, int64_t n_keys, rocq__attend_view *view) {
     const rocq_tensor *mask = a->p->mask;
@@ -15319,10 +15365,11 @@ static rocq__attend_local rocq__attend_local_of(const rocq__attend *a, int32_t t
     return s;
 }
 
-// Makes weights of row r's scores, updates m and l, and sets *keep to the factor for acc, whose
-// terms are relative to the old m. Keys that the row does not see are left out, since they must
-// not count even where they hold NaN: the weights of the others are moved together in score, and
-// their lines to seen. Returns their number.
+// The online softmax of one tile (m: largest score so far, l: sum of the weights exp(score - m),
+// acc: sum of weight v). Turns row r's scores into weights, updates m and l, and sets *keep to the
+// factor that makes acc, whose terms are relative to the old m, relative to the new one. Keys that
+// the row does not see are left out, since they must not count even where they hold NaN: the
+// weights of the others are moved together in score, and their lines to seen. Returns their number.
 static int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_local *local,
                                   int64_t r, const void *const *line, int64_t n_keys,
                                   bool all_visible, const void **seen, float *keep) {
@@ -15416,7 +15463,8 @@ static void rocq__attend_scores(const rocq__attend *a, int64_t n, const void **l
             q[i] = local->q + ROCQ__MIN(r + i, n - 1) * a->pitch;
             score[i] = local->score + ROCQ__MIN(r + i, n - 1) * ROCQ__ATTEND_KEYS;
         }
-        a->dots(q, line, n_keys, a->pitch, score, r == 0 ? next : NULL);
+        const rocq__attend_operand k = {line, n_keys, a->pitch, r == 0 ? next : NULL};
+        a->dots(&k, q, score);
     }
 }
 
@@ -15444,9 +15492,12 @@ static void rocq__attend_sums(const rocq__attend *a, int64_t n, const void *cons
             weight[all ? i : 0] = local->score + (r + i) * ROCQ__ATTEND_KEYS;
             if (all || n_seen[i] == 0) continue;
             const float keeps[4] = {keep[i]};
-            a->values(acc, keeps, seen[i], weight, n_seen[i], a->pitch, NULL);
+            const rocq__attend_operand v = {seen[i], n_seen[i], a->pitch, NULL};
+            a->values(&v, weight, keeps, acc);
         }
-        if (all) a->values(acc, keep, line, weight, n_keys, a->pitch, r == 0 ? next : NULL);
+        if (!all) continue;
+        const rocq__attend_operand v = {line, n_keys, a->pitch, r == 0 ? next : NULL};
+        a->values(&v, weight, keep, acc);
     }
 }
 
@@ -15606,6 +15657,7 @@ static int64_t rocq__attend_lanes(const rocq__attend *a, int64_t left) {
            ROCQ__ATTEND_LANES;
 }
 
+// Computes a product whose rows of b and c have `lanes` floats, as rocq__attend_lanes gives.
 static void rocq__attend_multiply(const rocq__attend *a, const rocq__attend_product *p,
                                   int64_t lanes) {
 #if ROCQ__HAS_AVX2
@@ -15785,6 +15837,8 @@ static bool rocq__attend_masked(const rocq__attend *a, const rocq__attend_item *
     return true;
 }
 
+// rocq__attend_tile for many rows: the scores, then the sums of values, are matrix products of the
+// tile, which is decoded first.
 static void rocq__attend_tile_many(const rocq__attend *a, const rocq__attend_item *item,
                                    int64_t begin, int64_t end,
                                    const rocq__attend_local *local) {
@@ -16326,6 +16380,7 @@ static void rocq__rope_frequencies(rocq__rope *a) {
     }
 }
 
+// Checks the cells, whose numbers are known only when the stage begins.
 static rocq_result rocq__rope_begin(rocq_ctx *ctx, rocq__stage *stage) {
     rocq__rope *a = (rocq__rope *)stage->arg;
     for (int64_t t = 0; a->cell && t < stage->n; t++) {
@@ -17299,14 +17354,17 @@ static void rocq__plan_route_cpu(rocq__plan *plan, rocq_op op, const void *param
 // the product with w is multiplied by the one with w2. With weights a third stage sums a token's
 // slots.
 
+// Columns that one expert's matrix is multiplied with at once.
 typedef struct rocq__experts_tile {
-    int32_t expert, first, n; // sorted pairs first to first + n - 1
+    int32_t expert, first, n; // of the sorted pairs first to first + n - 1
 } rocq__experts_tile;
 
 typedef struct rocq__experts {
     const rocq_experts_params *p;
     bool simd, shared; // shared: both products read the same columns
-    int64_t n_slots, n_pairs, n_panels, worth;
+    int64_t n_slots, n_pairs;
+    int64_t n_pieces; // of w's rows, ROCQ__MM_PAIR each
+    int64_t worth;    // rocq__plan.worth
     rocq_matmul_params products[2];
     rocq__mm mm[2][2];  // [w, w2][for tiles of one column, of several]
     int64_t most_tiles, n_tiles;
@@ -17352,7 +17410,7 @@ static int64_t rocq__experts_lay(rocq__experts *a, const rocq_ctx *ctx,
     a->simd = ctx->has_simd;
     a->n_slots = p->ids->ne[0];
     a->n_pairs = a->n_slots * p->ids->ne[1];
-    a->n_panels = (m + ROCQ__MM_PAIR - 1) / ROCQ__MM_PAIR;
+    a->n_pieces = (m + ROCQ__MM_PAIR - 1) / ROCQ__MM_PAIR;
     a->most_tiles = ROCQ__MIN(a->n_pairs, a->n_pairs / ROCQ__MM_TILE_N + n_experts);
     rocq__experts_product(a, ctx, 0, p->w);
     if (p->w2) rocq__experts_product(a, ctx, 1, p->w2);
@@ -17434,7 +17492,8 @@ static void rocq__experts_convert(void *arg, int64_t begin, int64_t end, int32_t
     }
 }
 
-// In place: t holds z and becomes v; u holds z2, and is NULL without w2.
+// Makes v, a slot's result, of z, the product with w, in place in t (see rocq_experts_params). u
+// holds z2, the product with w2, and is NULL without one.
 static void rocq__experts_activate(const rocq__experts *a, float *t, const float *u, int64_t n) {
     const float limit = a->p->limit, alpha = a->p->alpha != 0.0f ? a->p->alpha : 1.0f;
     int64_t i = 0;
@@ -17454,7 +17513,7 @@ static void rocq__experts_activate(const rocq__experts *a, float *t, const float
     }
 }
 
-// The index of expert e's copy, or -1.
+// The slice of w_kept that expert e is read from, or -1 if it is read from w.
 static int64_t rocq__experts_copy(const rocq_experts_params *p, int32_t e) {
     const int32_t at = p->kept ? rocq__row_i32(p->kept, 0)[e] : -1;
     return at >= 0 && at < p->w_kept->ne[2] ? at : -1;
@@ -17500,28 +17559,29 @@ static void rocq__experts_rows(const rocq__experts *a, int i, const rocq__expert
     }
 }
 
-// Items are pairs of panels of w (ROCQ__MM_PAIR rows), counted fastest, then tiles.
+// Items are pieces of w's rows (ROCQ__MM_PAIR of them), counted fastest, then tiles.
 static void rocq__experts_task(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__experts *a = (const rocq__experts *)arg;
     for (int64_t i = begin, n; i < end; i += n) {
-        const rocq__experts_tile *tile = &a->tiles[i / a->n_panels];
-        const int64_t panel = i % a->n_panels, m = panel * ROCQ__MM_PAIR;
+        const rocq__experts_tile *tile = &a->tiles[i / a->n_pieces];
+        const int64_t piece = i % a->n_pieces, m = piece * ROCQ__MM_PAIR;
         const bool passes = a->mm[0][tile->n > 1].pass && (!a->p->w2 || a->mm[1][tile->n > 1].pass);
         // Their sums lie in work->rows, which a pass does not use, or in work->sums, a tile's rows.
         const int64_t in_rows = ROCQ__MM_ROWS * ROCQ__MM_SEGMENT / ROCQ__MM_PAIR;
         const int64_t most = passes ? in_rows : (int64_t)ROCQ__MM_PAIRS;
-        n = ROCQ__MIN(ROCQ__MIN(most, end - i), a->n_panels - panel);
+        n = ROCQ__MIN(ROCQ__MIN(most, end - i), a->n_pieces - piece);
         const int64_t n_rows = ROCQ__MIN(n * ROCQ__MM_PAIR, a->p->w->ne[1] - m);
         if (a->p->w2) rocq__experts_rows(a, 1, tile, m, n_rows, thread);
         rocq__experts_rows(a, 0, tile, m, n_rows, thread);
     }
 }
 
+// Sizes the second stage, once the first has made the tiles.
 static rocq_result rocq__experts_begin(rocq_ctx *ctx, rocq__stage *stage) {
     const rocq__experts *a = (const rocq__experts *)stage->arg;
     const int64_t columns = ROCQ__MAX(a->n_pairs / a->n_tiles, 1);
     (void)ctx;
-    stage->n = a->n_tiles * a->n_panels;
+    stage->n = a->n_tiles * a->n_pieces;
     const int64_t work = a->p->w->ne[0] * ROCQ__MM_PAIR * columns;
     stage->grain = 1 + a->worth / work;
     stage->together = columns == 1 ? rocq__mm_together(&a->mm[0][0], work) : 0;
@@ -17793,6 +17853,7 @@ static void rocq__delta_direction(const rocq__delta *a, float *to, const float *
     ROCQ__EITHER(a->simd, rocq__scale, (to, x, by, n));
 }
 
+// Fills in *to for token t of a sequence and one of its heads.
 static void rocq__delta_load(const rocq__delta *a, rocq__delta_token *to, int64_t head, int64_t t,
                              int64_t seq) {
     const rocq_delta_net_params *p = a->p;
@@ -17844,6 +17905,7 @@ static void rocq__delta_task(void *arg, int64_t i, int64_t i_end, int32_t thread
     }
 }
 
+// Checks the slots, whose numbers are known only when the stage begins.
 static rocq_result rocq__delta_begin(rocq_ctx *ctx, rocq__stage *stage) {
     const rocq_delta_net_params *p = ((const rocq__delta *)stage->arg)->p;
     const int64_t slots = p->state->ne[3];
@@ -18327,6 +18389,7 @@ static void rocq__conv_begin(const rocq__conv *a, float *sums, const rocq__conv_
     }
 }
 
+// Fills in the tile of this number. They are counted by columns, rows, phases, then frames.
 static void rocq__conv_tile_at(const rocq__conv *a, rocq__conv_tile *t, int64_t number) {
     const int64_t i = number % a->t.n_x, j = number / a->t.n_x % a->t.n_y;
     const int64_t rest = number / a->t.n_x / a->t.n_y;
@@ -19112,7 +19175,8 @@ static void rocq__attend_back_start(const rocq__attend_back *b, const rocq__atte
                      dim);
         const float *const one = dout;
         const void *const other = out;
-        rocq__dots_scalar(&one, &other, 1, (dim + 7) / 8 * 8, &delta, NULL);
+        const rocq__attend_operand row = {&other, 1, (dim + 7) / 8 * 8, NULL};
+        rocq__dots_scalar(&row, &one, &delta);
         memset(out, 0, (size_t)dim * sizeof(float));
         const float lse = rocq__row_f32(b->p->lse, i, item->seq, 0)[head];
         if (lse != -INFINITY) local->lse[r] = lse;
@@ -24378,7 +24442,7 @@ static rocq__site rocq__site_class(const rocq__site *site) {
     return s;
 }
 
-// Index of the class in the sorted list, or where it would be inserted.
+// Index of the class `site` in ctx->tuned, which is sorted, or where it would be inserted.
 static int32_t rocq__tuned_place(const rocq_ctx *ctx, const rocq__site *site, bool *found) {
     int32_t begin = 0, end = ctx->n_tuned;
     *found = false;
@@ -24392,6 +24456,7 @@ static int32_t rocq__tuned_place(const rocq_ctx *ctx, const rocq__site *site, bo
     return begin;
 }
 
+// Whether a configuration leaves everything to the rule.
 static bool rocq__is_rule(const rocq_launch_config *config) {
     return config->k_waves == 0 && config->tile_n == 0 && config->n_splits == 0;
 }
@@ -24407,6 +24472,7 @@ static void rocq__survey_add(rocq__survey *survey, const rocq__site *site,
     if (survey->n < ROCQ__SURVEY) survey->site[survey->n++] = *site;
 }
 
+// How a site is launched: as the tuner has found for its class, else by rule.
 static rocq_launch_config rocq__config_for(rocq_ctx *ctx, const rocq__site *site) {
     rocq_launch_config config = rocq__rule_of(rocq__chip_of(ctx), site);
     if (ctx->n_tuned > 0) {
@@ -24447,6 +24513,7 @@ enum {
     ROCQ__KV = ROCQ__PLAIN | ROCQ__BIT_Q8_0 | ROCQ__BIT_Q4_0 | ROCQ__HADAMARD
 };
 
+// Whether an operand with these ROCQ__BIT flags may have this format.
 static bool rocq__accepts(int accept, rocq_format format) {
     switch (format) {
     case ROCQ_F32: return (accept & (ROCQ__BIT_F32 | ROCQ__ANY)) != 0;
@@ -25851,6 +25918,8 @@ struct rocq_graph {
     void *marks[2];    // events, recorded before and after those ops; NULL: they cannot be timed
 };
 
+// Makes a node of an op: its params, those of its chain, and their tensors are copied, so that the
+// caller's may change. One block of memory, which rocq__free frees.
 static rocq_result rocq__node_copy(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                    rocq__node **out) {
     const int64_t params_size = op->params_size;
@@ -25894,6 +25963,7 @@ static rocq_result rocq__node_copy(rocq_ctx *ctx, const rocq__op *op, const void
 
 // -- ops --
 
+// All checks that an op's params have to pass.
 static rocq_result rocq__check_op(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     if (!params) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: params is NULL", op->name);
     if (op->id != ROCQ_OP_MATMUL) { // rocq__check_matmul does so for each product of the chain
@@ -25914,7 +25984,7 @@ typedef struct rocq__plan_memory {
     ROCQ__ALIGNAS(16) char memory[ROCQ__PLAN_BYTES];
 } rocq__plan_memory;
 
-// Plans an op that has passed its checks.
+// The stages of an op that has passed its checks, on the CPU; they lie in `to`.
 static rocq__plan rocq__plan_cpu(const rocq_ctx *ctx, const rocq__op *op, const void *params,
                                  void *scratch, int64_t worth, rocq__plan_memory *to) {
     rocq__plan plan = {ctx, (char *)scratch, worth, to->stages, 0, to->memory, 0};
@@ -25922,6 +25992,7 @@ static rocq__plan rocq__plan_cpu(const rocq_ctx *ctx, const rocq__op *op, const 
     return plan;
 }
 
+// Runs an op on the CPU to its end.
 static rocq_result rocq__run_cpu(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     rocq__plan_memory one;
     void *scratch = ctx->lent.address;
@@ -25933,6 +26004,7 @@ static rocq_result rocq__run_cpu(rocq_ctx *ctx, const rocq__op *op, const void *
     return rocq__team_run(ctx, ctx->uncancelled ? NULL : op->name, plan.stages, plan.n_stages);
 }
 
+// Goes through an op's launches without submitting them: *scratch becomes the memory they take.
 static rocq_result rocq__plan_hip(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                   const rocq__joined *before, int64_t *scratch) {
     rocq__job job = {ctx,     op->id, op->name, true, 0, 0, 0,
@@ -25942,6 +26014,7 @@ static rocq_result rocq__plan_hip(rocq_ctx *ctx, const rocq__op *op, const void 
     return job.result;
 }
 
+// Submits an op's launches.
 static rocq_result rocq__run_hip(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                  const rocq__joined *before, void *scratch) {
     rocq__job job = {ctx,     op->id, op->name, false, (uintptr_t)scratch, 0, 0,
@@ -26090,6 +26163,7 @@ static rocq_result rocq__copy_done(rocq_ctx *ctx, rocq_result result, int64_t by
     return result;
 }
 
+// Runs an op with valid params on the device of the context, or on the CPU where it falls back.
 static rocq_result rocq__run_here(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     int64_t bytes;
     bool on_cpu;
@@ -26123,6 +26197,8 @@ static rocq_result rocq__begin_op(rocq_ctx *ctx, const char *name) {
 
 enum { ROCQ__OP_NS = 4000 }; // what an op on a GPU takes beside its work, before slices learn it
 
+// The body of every op of the API: checks it, then runs it, or while a graph is recorded adds it to
+// that, or between rocq_plan_begin and _end only counts its scratch memory.
 static rocq_result rocq__run_op(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__begin_op(ctx, op->name));
@@ -26508,6 +26584,7 @@ static rocq_result rocq__graph_run(rocq_ctx *ctx, const rocq__node *first, const
     return ROCQ_OK;
 }
 
+// Destroys what was captured.
 static void rocq__graph_drop(rocq_ctx *ctx, rocq_graph *graph) {
     for (rocq__node *node = graph->first; node; node = node->next) {
         if (node->exec) ctx->gpu->hip->graph_exec_destroy(node->exec);
@@ -27274,6 +27351,8 @@ ROCQ__ALWAYS_INLINE bool rocq__class_serves(rocq_pool *pool, rocq__size_class *c
     return true;
 }
 
+// Hands out a free block of the smallest class that has one, but none of over twice the size of the
+// request's own class, and with `exact` only one of that class. If there is none, the pool grows.
 ROCQ__NOINLINE rocq_result rocq__pool_search(rocq_pool *pool, rocq_buffer *buffer, int64_t size) {
     if (!buffer || size < 1 || size > pool->most) {
         return rocq__pool_fail(pool, ROCQ_E_ARGUMENT,
@@ -27341,6 +27420,7 @@ ROCQ__ALWAYS_INLINE rocq__size_class *rocq__pool_return(rocq_pool *pool, rocq__p
     return cls;
 }
 
+// Puts the block back into the list of its class; false if buffer is none, or its guard is broken.
 ROCQ__ALWAYS_INLINE bool rocq__pool_put(rocq_pool *pool, rocq_buffer *buffer) {
     rocq__pool_block *block = buffer ? rocq__pool_find(pool, buffer) : NULL;
     if (!block || (pool->memory != ROCQ_MEMORY_DEVICE && rocq__guard_broken(block))) return false;
@@ -27351,6 +27431,7 @@ ROCQ__ALWAYS_INLINE bool rocq__pool_put(rocq_pool *pool, rocq_buffer *buffer) {
     return true;
 }
 
+// Says why rocq__pool_put has not freed a buffer. That of an empty one is no error.
 ROCQ__NOINLINE rocq_result rocq__pool_refuse(rocq_pool *pool, const rocq_buffer *buffer) {
     if (!buffer) return rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_free: buffer is NULL");
     if (!buffer->host && !buffer->device.address) return ROCQ_OK;
@@ -27600,6 +27681,7 @@ struct rocq_kv {
     int64_t n_page_copies;
 };
 
+// The host's and the device's words: lengths, then page tables, then the rotations.
 static int64_t rocq__kv_n_words(const rocq_kv *kv) {
     return kv->desc.n_seqs * (1 + kv->seq_pages) + kv->chunk;
 }
@@ -27631,8 +27713,8 @@ static rocq_result rocq__kv_rope(rocq_kv *kv) {
     return rocq__check_range(kv->ctx, "kv", "YaRN's factor", rope->attn_factor, FLT_MIN, FLT_MAX);
 }
 
-// Prepares *kv but for its memory, and gives the bytes of that. rocq_kv_size and rocq_kv_create
-// both call it, so that they refuse the same descs; for rocq_kv_size ctx is NULL.
+// Checks desc and fills in *kv, all but its memory, whose size becomes *bytes. rocq_kv_size, where
+// ctx is NULL, and rocq_kv_create both call it, so that they refuse the same descs.
 static rocq_result rocq__kv_plan(rocq_ctx *ctx, const rocq_kv_desc *desc, rocq_kv *kv,
                                  int64_t *bytes) {
     int64_t elems, block, position;
@@ -27694,12 +27776,13 @@ ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes) {
     return bytes ? rocq__kv_plan(NULL, desc, &kv, bytes) : ROCQ_E_ARGUMENT;
 }
 
-// The params that rotate keys in the stage, in place, by rotation. *pos becomes their tensor of it.
+// The params of a rope that rotates keys in the stage, in place, by kv->rotation positions. *pos
+// becomes the device's copy of these, which the params point to.
 static rocq_rope_params rocq__kv_rotation(const rocq_kv *kv, const rocq_tensor *keys,
                                           rocq_tensor *pos) {
     rocq_rope_params p;
     memset(&p, 0, sizeof p);
-    // There are chunk of them at the end of the words.
+    // The last `chunk` of the words.
     *pos = rocq_tensor_slice(&kv->words, 0, rocq__kv_n_words(kv) - kv->chunk, keys->ne[2]);
     p.x = p.y = keys;
     p.pos = pos;
@@ -27707,7 +27790,8 @@ static rocq_rope_params rocq__kv_rotation(const rocq_kv *kv, const rocq_tensor *
     return p;
 }
 
-// The part of rocq_kv_create that takes device memory. If it fails, rocq_kv_destroy frees that.
+// The part of rocq_kv_create that takes memory for the cache and for rotating keys. If it fails,
+// rocq_kv_destroy frees what it took.
 static rocq_result rocq__kv_make(rocq_kv *kv, int64_t bytes) {
     rocq_arena arena;
     rocq_tensor pos;
@@ -27768,6 +27852,7 @@ ROCQ_DEF void rocq_kv_destroy(rocq_kv **kv_ptr) {
 
 // -- bookkeeping --
 
+// Fails unless kv has sequence seq.
 static rocq_result rocq__kv_check(const rocq_kv *kv, const char *call, int32_t seq) {
     if (!kv) return ROCQ_E_ARGUMENT;
     if (seq >= 0 && seq < kv->desc.n_seqs) return ROCQ_OK;
@@ -27783,6 +27868,7 @@ static rocq_result rocq__kv_begin(const rocq_kv *kv, const char *call, int32_t s
     return rocq__begin_op(kv->ctx, call);
 }
 
+// Writes one of the words, which the next rocq_kv_flush copies to the device.
 static void rocq__kv_set(rocq_kv *kv, int32_t *word, int32_t value) {
     const int64_t i = word - kv->length;
     kv->dirty = ROCQ__MIN(kv->dirty, i);
@@ -27800,17 +27886,20 @@ static int32_t rocq__kv_pages(const rocq_kv *kv, int64_t length) {
     return size > 0 ? (int32_t)((length + size - 1) / size) : 0;
 }
 
+// Takes a free page, of which there has to be one.
 static int32_t rocq__kv_take(rocq_kv *kv) {
     const int32_t page = kv->free_pages[--kv->n_free];
     kv->refs[page] = 1;
     return page;
 }
 
+// Ends one sequence's use of a page, which is free once no other has it.
 static void rocq__kv_drop(rocq_kv *kv, int32_t page) {
     if (--kv->refs[page] == 0) kv->free_pages[kv->n_free++] = page;
 }
 
-// Also takes the pages for the new length, of which enough must be free, or gives some back.
+// Sets a sequence's length, and takes the pages for it, of which enough must be free, or gives some
+// back.
 static void rocq__kv_set_length(rocq_kv *kv, int32_t seq, int32_t length) {
     int32_t *table = rocq__kv_table(kv, seq);
     int32_t held = rocq__kv_pages(kv, kv->length[seq]);
@@ -27828,6 +27917,7 @@ static int32_t rocq__kv_shared(const rocq_kv *kv, int32_t seq, int32_t begin, in
     return n;
 }
 
+// Fails unless `have`, the free pages, are as many as the call needs.
 static rocq_result rocq__kv_want_pages(const rocq_kv *kv, const char *call, int32_t want,
                                        int32_t have) {
     if (want <= have) return ROCQ_OK;
@@ -27881,7 +27971,8 @@ static rocq_result rocq__kv_copy(rocq_kv *kv, int64_t to, int64_t from, int64_t 
     return ROCQ_OK;
 }
 
-// Replaces the shared ones of a sequence's pages [begin, end) by copies. Enough pages must be free.
+// Copy on write: replaces those of a sequence's pages [begin, end) that others share by copies.
+// Enough pages must be free.
 static rocq_result rocq__kv_own(rocq_kv *kv, int32_t seq, int32_t begin, int32_t end) {
     const int32_t size = kv->desc.page_size;
     int32_t *table = rocq__kv_table(kv, seq);
@@ -27907,7 +27998,8 @@ static rocq_tensor rocq__kv_stage(const rocq_kv *kv, const rocq_tensor *rows, in
     return t;
 }
 
-// Copies as many positions of a sequence as stage has, from pos on: to stage, or from it if out.
+// Copies rows (kv->k or kv->v) of a sequence between its cells, from pos on, and the stage, which
+// says how many: to the stage or, if `out`, from it.
 static rocq_result rocq__kv_move(rocq_kv *kv, const rocq_tensor *rows, int32_t seq, int32_t pos,
                                  const rocq_tensor *stage, bool out) {
     const int32_t n = (int32_t)stage->ne[2], swap[4] = {0, 2, 1, 3};
@@ -28021,7 +28113,7 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
     if (n == 0) return ROCQ_OK;
     const bool whole = size > 0 && first % size == 0 && n % size == 0;
     const int32_t left = length - n, end = rocq__kv_pages(kv, left);
-    const int32_t begin = size > 0 ? ROCQ__MIN(first / size, end) : 0; // written are [begin, end)
+    const int32_t begin = size > 0 ? ROCQ__MIN(first / size, end) : 0; // pages [begin, end) change
     const int32_t out = whole ? n / size : 0; // pages that are dropped
     int32_t *table = rocq__kv_table(kv, seq);
     // Shared pages come before own ones: if one is copied, dropping those before it frees no page.
@@ -30528,6 +30620,7 @@ typedef struct rocq__residency {
     int32_t compiler_lds; // by_lds as clang counts it
 } rocq__residency;
 
+// The limits for a kernel with so many VGPRs instead of params->vgprs.
 static rocq__residency rocq__residency_of(const rocq_occupancy_params *p, int32_t vgprs) {
     const int32_t cus = p->cu_mode ? 1 : 2, wave = p->wave ? p->wave : 32;
     const int32_t file = rocq__chip_find(p->target)->vgprs * 32 / wave;
@@ -30548,6 +30641,7 @@ static rocq__residency rocq__residency_of(const rocq_occupancy_params *p, int32_
     return limits;
 }
 
+// Workgroups that fit.
 static int32_t rocq__residency_groups(const rocq__residency *limits) {
     return ROCQ__MIN(ROCQ__MIN(limits->by_vgprs, limits->by_threads), limits->by_lds);
 }
@@ -30629,9 +30723,12 @@ ROCQ_DEF int32_t rocq_recommend_threads(const rocq_occupancy_params *params, dou
 // ---------------------------------------------------------------------------------------------
 // >>tuner: trials, and the file of their results. Not needed to run a model.
 // ---------------------------------------------------------------------------------------------
-// rocq_tune puts the configuration that it tries into ctx->tuned, where its result will be, so that
-// trials run through the same code as later launches. A row is a graph in which the op, or several
-// ops of one class in turn, are recorded many times over. The replay of a row is timed.
+// A site is a launch of an op whose configuration can be chosen, with the shapes that the choice
+// depends on; sites of one class (rocq__site_class) share a result. The rule is the configuration
+// that a launch has without a result, the grid all configurations that a site may have. A trial
+// times a row: the replay of a graph in which the op, or several ops of one class in turn, are
+// recorded many times over. The configuration on trial is put into ctx->tuned, where the result
+// will be, so that trials run through the same code as later launches.
 
 ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
     if (!ctx) return;
@@ -30653,7 +30750,7 @@ enum {
     ROCQ__TUNE_PROOF = 15               // samples of what is to replace the default, and of that
 };
 
-// -- the list --
+// -- the list ctx->tuned, in the order of sites --
 
 static rocq_result rocq__tuned_full(rocq_ctx *ctx) {
     return rocq__fail(ctx, ROCQ_E_STATE,
@@ -30661,6 +30758,7 @@ static rocq_result rocq__tuned_full(rocq_ctx *ctx) {
                       (int)ROCQ__TUNED);
 }
 
+// `place` is from rocq__tuned_place.
 static rocq_result rocq__tuned_insert(rocq_ctx *ctx, int32_t place, const rocq__tuned *entry) {
     if (ctx->n_tuned == ROCQ__TUNED) return rocq__tuned_full(ctx);
     void *list = rocq__array_grow(ctx, ctx->tuned, &ctx->tuned_capacity, (int64_t)ctx->n_tuned + 1,
@@ -30712,6 +30810,7 @@ static bool rocq__same_config(const rocq_launch_config *a, const rocq_launch_con
     return memcmp(a, b, sizeof *a) == 0;
 }
 
+// Whether a site may have this configuration.
 static bool rocq__grid_has(const rocq__site *site, const rocq_launch_config *config) {
     rocq_launch_config grid[ROCQ__GRID];
     const int32_t n = rocq__grid_of(site, grid);
@@ -30728,18 +30827,20 @@ typedef struct rocq__tuning {
     const rocq__op *op;
     const void *params[ROCQ__TUNE_PARAMS]; // run in turn
     int32_t n_params, n_runs;              // n_runs: ops in a row
-    rocq__site own;                        // the class
-    rocq_launch_config rule;               // the default
-    rocq_graph *rule_row;                  // a row under the default
+    rocq__site own;                        // the class that is tuned
+    rocq_launch_config rule;               // its configuration by rule, the default
+    rocq_graph *rule_row;                  // a row with that
     rocq_timer timer;
 } rocq__tuning;
 
+// Makes config the one with which ops of the class are launched from now on.
 static void rocq__tune_use(rocq__tuning *t, const rocq_launch_config *config) {
     bool found;
     const int32_t place = rocq__tuned_place(t->ctx, &t->own, &found);
     t->ctx->tuned[place].config = *config;
 }
 
+// Records a row with a configuration.
 static rocq_result rocq__tune_record(rocq__tuning *t, const rocq_launch_config *config,
                                      rocq_graph **row) {
     rocq_result result = ROCQ_OK;
@@ -30754,7 +30855,7 @@ static rocq_result rocq__tune_record(rocq__tuning *t, const rocq_launch_config *
     return result;
 }
 
-// One sample of a configuration: nanoseconds of an op.
+// Times a row that was recorded with config; *ns is the time of one op.
 static rocq_result rocq__tune_sample(rocq__tuning *t, const rocq_launch_config *config,
                                      rocq_graph *row, double *ns) {
     rocq_ctx *ctx = t->ctx;
@@ -30768,9 +30869,9 @@ static rocq_result rocq__tune_sample(rocq__tuning *t, const rocq_launch_config *
     return ROCQ_OK;
 }
 
-// Medians of the default and of a configuration, sampled in turn, so that a change of the clock
-// affects both. *ns is infinite where there is no memory to run the configuration. A trial of one
-// that takes over twice as long ends after its first sample.
+// Medians of n samples of the default and of a configuration, taken in turn, so that a change of
+// the GPU's clock affects both. *ns is infinite where there is no memory to run the configuration.
+// A trial of one that takes over twice as long ends after its first sample.
 static rocq_result rocq__tune_compare(rocq__tuning *t, const rocq_launch_config *config,
                                       int32_t n, double *rule_ns, double *ns) {
     double a[ROCQ__TUNE_PROOF], b[ROCQ__TUNE_PROOF];
@@ -30818,7 +30919,8 @@ static rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
     return ROCQ_OK;
 }
 
-// Whether to try a configuration: not the default again, and of the caller's list only the grid's.
+// Whether to try a configuration: not the default again, nor what the caller lists but the class
+// cannot have.
 static bool rocq__tune_wants(const rocq__tuning *t, const rocq_launch_config *config) {
     return !rocq__same_config(config, &t->rule) &&
            (!t->desc.configs || rocq__grid_has(&t->own, config));
@@ -30828,7 +30930,9 @@ static int64_t rocq__whole_ns(double ns) {
     return (int64_t)ceil(ROCQ__MIN(ns, 1e15));
 }
 
-// Tries all configurations, and the best of them once more against the default.
+// Tries all configurations, or those that the caller lists, then compares the best of them once
+// more with the default, in more samples. *out becomes the result: its config is zero where nothing
+// is better than the default.
 static rocq_result rocq__tune_trials(rocq__tuning *t, rocq_tune_result *result,
                                      rocq__tuned *out) {
     const int64_t end_ns = rocq_time_ns() + t->desc.max_ms * (int64_t)1000000;
@@ -30862,7 +30966,8 @@ static rocq_result rocq__tune_trials(rocq__tuning *t, rocq_tune_result *result,
     return ROCQ_OK;
 }
 
-// Finds what is best for a class, unless it is known. The list is as before on failure.
+// Finds the best configuration of the class t->own, unless ctx->tuned has it already. If it fails,
+// the list is as before.
 static rocq_result rocq__tune_class(rocq__tuning *t, rocq_tune_result *result,
                                     rocq__tuned *out) {
     rocq_ctx *ctx = t->ctx;
@@ -30894,6 +30999,7 @@ static rocq_result rocq__tune_class(rocq__tuning *t, rocq_tune_result *result,
 
 // -- ops and graphs --
 
+// Lists the sites of an op, by planning it without running it.
 static rocq_result rocq__survey_op(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                    rocq__survey *survey) {
     int64_t scratch;
@@ -30906,7 +31012,7 @@ static rocq_result rocq__survey_op(rocq_ctx *ctx, const rocq__op *op, const void
     return result;
 }
 
-// A site of an op. Each site of an op with n of them has the weight 1 / n.
+// A site of one of the ops that are tuned. An op with n sites counts as 1 / n of an op at each.
 typedef struct rocq__tune_site {
     rocq__site site, own;
     const rocq__op *op;
@@ -30920,6 +31026,7 @@ typedef struct rocq__tune_sites {
     double bytes, flops;   // of their ops
 } rocq__tune_sites;
 
+// Lists the sites of all nodes from `first` on.
 static rocq_result rocq__tune_collect(rocq_ctx *ctx, const rocq__node *first,
                                       rocq__tune_sites *sites) {
     rocq__survey survey;
@@ -30969,6 +31076,7 @@ static rocq_result rocq__tune_one(rocq__tuning *t, const rocq__tune_sites *sites
     return ROCQ_OK;
 }
 
+// Tunes all nodes from `first` on, the body of rocq_tune and rocq_tune_graph.
 static rocq_result rocq__tune_nodes(rocq__tuning *t, const rocq__node *first,
                                     rocq_tune_result *result) {
     const int64_t start_ns = rocq_time_ns();
@@ -30987,6 +31095,7 @@ static rocq_result rocq__tune_nodes(rocq__tuning *t, const rocq__node *first,
     return ROCQ_OK;
 }
 
+// Checks a call of the tuner and resolves its desc.
 static rocq_result rocq__tune_begin(rocq_ctx *ctx, const rocq_tune_desc *desc, rocq__tuning *t,
                                     rocq_tune_result *result) {
     ROCQ__TRY(rocq__not_recording(ctx, "tune"));

@@ -2585,6 +2585,7 @@ struct rotation_quad {
     float v[4], p[4];
     int k, count, rotated; // rotated: elements of the quad with a lower number are rotated
 };
+// Loads quad k of a head and its partners. live: false loads nothing; plain: no element is rotated.
 DEV rotation_quad rotation_load(const rocq_k_rotation &a, int32_t format, const char *row,
                                 bool wide, int k, bool live, bool plain) {
     const int n = a.head_dim, half = a.n_dims / 2;
@@ -2611,6 +2612,7 @@ DEV rotation_quad rotation_load(const rocq_k_rotation &a, int32_t format, const 
     }
     return q;
 }
+// y = the quad, rotated by the angles whose sines and cosines lie in LDS.
 DEV void rotation_apply(const rocq_k_rotation &a, const rotation_quad &q, const float *sine,
                         const float *cosine, float (&y)[4]) {
     const int half = a.n_dims / 2;
@@ -10530,6 +10532,7 @@ struct delta_chunk { // in flight: a wave has every fourth token's k and q, a la
     float alpha, beta;                               // of token thread_index()
 };
 
+// Begins the loads of the chunk of tokens from `first` on.
 DEV void delta_load(const rocq_k_delta_net_args &a, int head, int first, int seq, int column,
                     delta_chunk *to) {
     const int group = head % a.k.ne[1], n = a.v.ne[2], thread = (int)thread_index();
@@ -10900,6 +10903,7 @@ DEV u32x4 conv_halves(const float v[8]) {
     return make4(bits<uint32_t>(pair_floats(v[0], v[1])), bits<uint32_t>(pair_floats(v[2], v[3])),
                  bits<uint32_t>(pair_floats(v[4], v[5])), bits<uint32_t>(pair_floats(v[6], v[7])));
 }
+// Stores eight channels, from element k of a row on.
 DEV void conv_store(int32_t format, char *row, int64_t k, const float v[8]) {
     if (format == ROCQ_F32) {
         u32x4 *const to = (u32x4 *)((float *)row + k);
@@ -11573,6 +11577,7 @@ template <int TN> DEV void conv_lds_put(float *work, const frag_c *c) {
         }
     }
 }
+// Loads the residual of what conv_lds_store stores, before the sums are there.
 DEV void conv_lds_residual(const rocq_k_conv_args &a, const conv_place &p, int32_t m, int32_t oy0,
                            int own, bool live, conv_raw (&to)[4]) {
 #pragma unroll
@@ -11585,6 +11590,7 @@ DEV void conv_lds_residual(const rocq_k_conv_args &a, const conv_place &p, int32
                                  conv_row(a, p, oy0 + at / 8), p.frame), m);
     }
 }
+// The epilogue of the thread's eight channels at four positions.
 DEV void conv_lds_store(const rocq_k_conv_args &a, const conv_place &p, int32_t m, int32_t oy0,
                         int own, bool live, const conv_raw (&residual)[4], const float (&bias)[8],
                         const float *work) {
@@ -13428,6 +13434,7 @@ DEV void back_weigh(float (&p)[8], const frag_c &x, const back_score &score, con
     }
 }
 
+// dK and dV of the block's positions.
 template <int D>
 DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block, u32x4 *tile) {
     typedef back_shape<D> S;
@@ -13578,6 +13585,7 @@ DEV void back_weigh(float (&p)[8], frag_c &s, const back_score &score, const bac
     back_bend(score, p, s);
 }
 
+// dQ of the block's columns.
 template <int D>
 DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, u32x4 *tile) {
     typedef back_shape<D> S;
