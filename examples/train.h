@@ -358,7 +358,7 @@ static void train__list_layer(trainer *t, int32_t i, int family) {
 
 // Whether each of the targets that were asked for is there.
 static rocq_result train__check_targets(trainer *t, int family) {
-    for (const char *at = t->options.targets; at && *at; at += *at == ',') {
+    for (const char *at = t->options.targets; at; at = *at ? at + 1 : NULL) {
         char one[24];
         const size_t n = strcspn(at, ",");
         bool found = false;

@@ -980,6 +980,8 @@ static void bad_calls_are_refused(void **state) {
                {8, 0, -2, NULL, ROCQ_E_ARGUMENT, "options"},
                {8, 4, 1, "q,qkv", ROCQ_E_NOT_FOUND, "no matrix \"qkv\""},
                {8, 4, 1, "q,,v", ROCQ_E_NOT_FOUND, "no matrix \"\""},
+               {8, 4, 1, "", ROCQ_E_NOT_FOUND, "no matrix \"\""},
+               {8, 4, 1, "q,", ROCQ_E_NOT_FOUND, "no matrix \"\""},
                {8, 4, 1, "norm", ROCQ_E_NOT_FOUND, "no matrix \"norm\""}};
     static const float scales[] = {NAN, INFINITY, -2, 0.5f};
     for (int i = 0; i < 4; i++) {
