@@ -942,7 +942,9 @@ typedef struct rocq_desc {
     rocq_run_tasks_fn run_tasks; // a job system that does the work of the context's threads, see
     void *run_tasks_user;        // >>contexts; NULL = it has threads of its own
     rocq_cpu_tier cpu_tier;    // rocq_open fails where the processor or the build lacks it. For
-                               // tests and comparisons: INT8 products have the same bits in all
+                               // tests and comparisons: INT8 products have the same bits in all,
+                               // but rocq_experts with weights adds them up without fused
+                               // multiply-add in PLAIN, and may differ in the last bits there
 } rocq_desc;
 
 typedef struct rocq_info {
