@@ -1207,7 +1207,8 @@ typedef struct rocq_matmul_params {
 // softcap), h_kv = h n_kv_heads / n_heads. Query i stands at position p = kv_len - n_q + i.
 // Visible are j < kv_len; with causal also j <= p; with a window W also j > p - W (causal only).
 // A sink adds exp(sink[h]) to the softmax sum and no value. A query that sees nothing gets all 0.
-// K and V may be any strided view ([D, n_ctx, n_kv_heads] storage with swapped strides too).
+// K and V may be any strided view ([D, n_ctx, n_kv_heads] storage with swapped strides too). D is
+// at most 512 (E_UNSUPPORTED).
 typedef struct rocq_attention_params {
     const rocq_tensor *out;        // F32, F16 or Q8_0 [D, n_heads, n_q, n_seqs]; may be q
     const rocq_tensor *q;          // F32 or F16 [D, n_heads, n_q, n_seqs]

@@ -601,8 +601,8 @@ static void nan_stays_with_its_token(void **state) {
     problem_free(&a);
 }
 
-// On the CPU w and w2 may have different formats, of which one is multiplied in INT8 and the other in
-// F32. What rocq_get_precision says is then the less exact of both, and the sum of both bounds.
+// On the CPU w and w2 may have different formats, of which one is multiplied in INT8 and the other
+// in F32. What rocq_get_precision says is then the less exact of both, and the sum of both bounds.
 static void precision_is_that_of_both_matrices(void **state) {
     (void)state;
     for (int i = 0; i < 2; i++) {
