@@ -942,7 +942,9 @@ typedef struct rocq_desc {
     rocq_run_tasks_fn run_tasks; // a job system that does the work of the context's threads, see
     void *run_tasks_user;        // >>contexts; NULL = it has threads of its own
     rocq_cpu_tier cpu_tier;    // rocq_open fails where the processor or the build lacks it. For
-                               // tests and comparisons: INT8 products have the same bits in all
+                               // tests and comparisons: INT8 products have the same bits in all,
+                               // but rocq_experts with weights adds them up without fused
+                               // multiply-add in PLAIN, and may differ in the last bits there
 } rocq_desc;
 
 typedef struct rocq_info {
@@ -1205,7 +1207,8 @@ typedef struct rocq_matmul_params {
 // softcap), h_kv = h n_kv_heads / n_heads. Query i stands at position p = kv_len - n_q + i.
 // Visible are j < kv_len; with causal also j <= p; with a window W also j > p - W (causal only).
 // A sink adds exp(sink[h]) to the softmax sum and no value. A query that sees nothing gets all 0.
-// K and V may be any strided view ([D, n_ctx, n_kv_heads] storage with swapped strides too).
+// K and V may be any strided view ([D, n_ctx, n_kv_heads] storage with swapped strides too). D is
+// at most 512 (E_UNSUPPORTED).
 typedef struct rocq_attention_params {
     const rocq_tensor *out;        // F32, F16 or Q8_0 [D, n_heads, n_q, n_seqs]; may be q
     const rocq_tensor *q;          // F32 or F16 [D, n_heads, n_q, n_seqs]
@@ -9467,10 +9470,10 @@ static bool rocq__experts_few(const rocq_experts_params *p) {
 
 // As rocq__product_choice, for the product by expert.
 static rocq__choice rocq__experts_choice(const rocq_ctx *ctx, rocq_backend backend,
-                                         const rocq_experts_params *p) {
+                                         const rocq_experts_params *p, const rocq_tensor *w) {
     const int64_t columns = rocq__experts_few(p) ? 1 : ROCQ_K_FEW + 1;
     rocq__choice choice =
-        rocq__columns_choice(ctx, backend, p->precision, p->w->format, columns, p->w->ne[1]);
+        rocq__columns_choice(ctx, backend, p->precision, w->format, columns, w->ne[1]);
     if (backend == ROCQ_BACKEND_GPU && columns > 1 && choice.precision == ROCQ_PRECISION_INT8) {
         choice.precision = ROCQ_PRECISION_F16;
         choice.why = "INT8 is asked for, but tiles of experts have F16 alone";
@@ -23890,7 +23893,7 @@ static void rocq__job_experts(rocq__job *job, const void *params) {
     g.n_slots = p->ids->ne[0];
     g.n = p->ids->ne[1];
     g.n_pairs = g.n_slots * g.n;
-    g.path = rocq__experts_choice(job->ctx, ROCQ_BACKEND_GPU, p).precision;
+    g.path = rocq__experts_choice(job->ctx, ROCQ_BACKEND_GPU, p, p->w).precision;
     if (p->w2 && p->w2->format != p->w->format) {
         job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
                                  "experts: w is in %s and w2 in %s on the GPU",
@@ -25727,7 +25730,7 @@ static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *param
         const double weights = (double)p->w->ne[0] * (double)p->w->ne[1] * (p->w2 ? 2.0 : 1.0);
         cost->flops = 2.0 * weights * rocq__elems(p->ids);
         if (rocq__on_gpu(ctx) &&
-            rocq__experts_choice(ctx, ROCQ_BACKEND_GPU, p).precision == ROCQ_PRECISION_F16) {
+            rocq__experts_choice(ctx, ROCQ_BACKEND_GPU, p, p->w).precision == ROCQ_PRECISION_F16) {
             cost->matrix = cost->flops;
         }
     } else if (op == ROCQ_OP_DELTA_NET) {
@@ -29171,7 +29174,7 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op id, const void *p
     const rocq_experts_params *experts =
         id == ROCQ_OP_EXPERTS ? (const rocq_experts_params *)params : NULL;
     rocq__choice choice, second;
-    if (experts) choice = rocq__experts_choice(ctx, backend, experts);
+    if (experts) choice = rocq__experts_choice(ctx, backend, experts, experts->w);
     else if (p) choice = rocq__product_choice(ctx, backend, p, p->w);
     else if (back) choice = rocq__backward_choice(ctx, backend, back, back->dw != NULL);
     else choice = rocq__precision_rule_for(ctx, backend, id, ROCQ_F32, 0, 0);
@@ -29183,12 +29186,11 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op id, const void *p
                                    : experts ? experts->precision
                                           : ROCQ_PRECISION_AUTO);
     info->nmse = rocq__nmse_bound(choice.precision);
-    if (p && p->w2) { // y is a product of two sums and has the errors of both
-        second = rocq__product_choice(ctx, backend, p, p->w2);
+    if ((p && p->w2) || (experts && experts->w2)) { // y is a product of two sums, and has the
+        second = p ? rocq__product_choice(ctx, backend, p, p->w2) // errors of both
+                   : rocq__experts_choice(ctx, backend, experts, experts->w2);
         info->nmse += rocq__nmse_bound(second.precision);
         if (second.precision > choice.precision) choice = second;
-    } else if (experts && experts->w2) {
-        info->nmse *= 2.0;
     }
     info->precision = choice.precision;
     info->why = choice.why;

@@ -103,7 +103,7 @@ static rocq_format choose(const job *j, const rocq_gguf_tensor *t) {
     char name[256];
     int layer = -1;
     copy_name(name, t);
-    if (t->format == ROCQ_I32 || j->keep) return t->format;
+    if (t->format == ROCQ_I32 || t->format == ROCQ_I8 || j->keep) return t->format;
     if (t->n_dims < 2 || strstr(name, "norm")) return ROCQ_F32;
     // Routers, which choose experts, and the experts' biases, which are a matrix.
     if (strstr(name, "ffn_gate_inp") || strstr(name, ".bias")) return ROCQ_F32;

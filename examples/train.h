@@ -177,7 +177,8 @@ typedef struct trainer {
     rocq_graph *losses_only;
     int32_t *staged;         // [3 N + 1], the inputs, for one upload; with it, in host_bytes:
     float *results;          // [ROCQ_TRAIN_STATE + N]
-    float *all_losses;       // [n_accumulate N]
+    float *all_losses;       // [n_accumulate N] of the last step
+    float *new_losses;       // [n_accumulate N] of the one that runs
     int64_t host_bytes;
     bool broken;             // a call failed half way: weights and state may not fit together
 } trainer;
@@ -357,7 +358,7 @@ static void train__list_layer(trainer *t, int32_t i, int family) {
 
 // Whether each of the targets that were asked for is there.
 static rocq_result train__check_targets(trainer *t, int family) {
-    for (const char *at = t->options.targets; at && *at; at += *at == ',') {
+    for (const char *at = t->options.targets; at; at = *at ? at + 1 : NULL) {
         char one[24];
         const size_t n = strcspn(at, ",");
         bool found = false;
@@ -654,10 +655,11 @@ static rocq_result train__make_activations(trainer *t) {
     t->rate = rocq_tensor_slice(&t->inputs, 0, 3 * t->n, 1);
     t->weights.format = t->rate.format = ROCQ_F32; // as large as I32
 
-    t->host_bytes = (5 + 2 * ROCQ_TRAIN_STATE + (4 + t->options.n_accumulate) * t->n) * 4;
+    t->host_bytes = (5 + 2 * ROCQ_TRAIN_STATE + (4 + 2 * t->options.n_accumulate) * t->n) * 4;
     TRAIN__TRY(train__allocate(t, &t->staged, t->host_bytes));
     t->results = (float *)(void *)(t->staged + 3 * t->n + 1);
     t->all_losses = t->results + ROCQ_TRAIN_STATE + t->n;
+    t->new_losses = t->all_losses + t->options.n_accumulate * t->n;
     t->losses = t->all_losses;
     for (int64_t i = 0; i < t->n; i++) t->staged[i] = (int32_t)(i % t->options.n_tokens);
     return rocq_upload(t->ctx, &t->positions, t->staged, t->n * 4);
@@ -1277,12 +1279,13 @@ static rocq_result train__step(trainer *t, const train_batch *batch, float lr) {
         t->broken = true;
         TRAIN__TRY(train__launch(t, batch->ids + at, batch->targets + at, true, k == 0,
                                  k + 1 == n_accumulate));
-        memcpy(t->all_losses + at, t->results + ROCQ_TRAIN_STATE, (size_t)t->n * sizeof(float));
+        memcpy(t->new_losses + at, t->results + ROCQ_TRAIN_STATE, (size_t)t->n * sizeof(float));
         for (int64_t i = 0; i < t->n; i++) {
-            loss += (double)staged[i] * (double)t->all_losses[at + i];
+            loss += (double)staged[i] * (double)t->new_losses[at + i];
         }
     }
     t->broken = false;
+    memcpy(t->all_losses, t->new_losses, (size_t)n_all * sizeof(float));
     t->result.loss = loss;
     t->result.n_targets = n_targets;
     t->result.norm = t->results[ROCQ_TRAIN_NORM];

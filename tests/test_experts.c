@@ -601,6 +601,25 @@ static void nan_stays_with_its_token(void **state) {
     problem_free(&a);
 }
 
+// On the CPU w and w2 may have different formats, of which one is multiplied in INT8 and the other
+// in F32. What rocq_get_precision says is then the less exact of both, and the sum of both bounds.
+static void precision_is_that_of_both_matrices(void **state) {
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        const rocq_format w = i ? ROCQ_Q8_0 : ROCQ_F16, w2 = i ? ROCQ_F16 : ROCQ_Q8_0;
+        const shape s = {.w = w, .w2 = w2, .x = ROCQ_F32, .y = ROCQ_F32, .k = 64, .m = 32,
+                         .n_experts = 5, .n_slots = 2, .n = 3, .has_w2 = true, .one_x = true};
+        rocq_precision_info info;
+        problem a;
+        problem_make(&a, &s);
+        const bool int8 = *inside_has_simd(contexts[1][0]); // the portable products are in F32
+        assert_int_equal(rocq_get_precision(contexts[1][0], ROCQ_OP_EXPERTS, &a.p, &info), ROCQ_OK);
+        assert_int_equal(info.precision, int8 ? ROCQ_PRECISION_INT8 : ROCQ_PRECISION_F32);
+        assert_true(info.nmse == (int8 ? 1e-6 + 5e-4 : 2e-6));
+        problem_free(&a);
+    }
+}
+
 static void refusals(void **state) {
     (void)state;
     const shape s = {.w = ROCQ_Q4_K, .w2 = ROCQ_Q4_K, .x = ROCQ_F32, .y = ROCQ_F32, .k = 256,
@@ -760,6 +779,7 @@ int main(void) {
         cmocka_unit_test(epilogues),
         cmocka_unit_test(other_experts_are_not_read),
         cmocka_unit_test(nan_stays_with_its_token),
+        cmocka_unit_test(precision_is_that_of_both_matrices),
         cmocka_unit_test(refusals),
         cmocka_unit_test(a_graph_follows_the_ids),
     };

@@ -218,8 +218,47 @@ static void test_three_dimensions(void **state) {
                    "more than two dimensions");
 }
 
+// Integers are no weights: in any format for these they keep theirs, and their bytes.
+static void test_integers(void **state) {
+    (void)state;
+    static const rocq_format formats[2] = {ROCQ_I8, ROCQ_I32};
+    static const int64_t ne[2] = {32, 3};
+    unsigned char bytes[32 * 3 * 4], back[sizeof bytes];
+    char paths[2][256];
+    rocq_ctx *ctx = NULL;
+    rocq_gguf *file = NULL;
+    rocq_gguf_writer *to = NULL;
+    rocq_gguf_tensor t;
+    for (int i = 0; i < 2; i++)
+        strcpy(paths[i], model_path(i == 0 ? "quantize-integers" : "quantize-whole"));
+    const rocq_gguf_writer_desc desc = {.path = paths[0]};
+    for (size_t i = 0; i < sizeof bytes; i++) bytes[i] = (unsigned char)(31 * i);
+    assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_open(ctx, &to, &desc), ROCQ_OK);
+    for (int i = 0; i < 2; i++) {
+        const char *name = rocq_format_name(formats[i]);
+        assert_int_equal(rocq_gguf_writer_add_tensor(to, name, formats[i], 2, ne), ROCQ_OK);
+    }
+    assert_int_equal(rocq_gguf_writer_write(to, bytes, 32 * 3), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_write(to, bytes, 32 * 3 * 4), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_close(&to), ROCQ_OK);
+    expect_success(RUN(paths[0], paths[1], "q8_0"));
+    const rocq_gguf_desc from = {.path = paths[1]};
+    assert_int_equal(rocq_gguf_open(ctx, &file, &from), ROCQ_OK);
+    for (int i = 0; i < 2; i++) {
+        const char *name = rocq_format_name(formats[i]);
+        assert_int_equal(rocq_gguf_find_tensor(file, name, &t), ROCQ_OK);
+        assert_true(t.format == formats[i] && t.size == (i == 0 ? 32 * 3 : 32 * 3 * 4));
+        assert_int_equal(rocq_gguf_read(ctx, file, &t, back), ROCQ_OK);
+        assert_memory_equal(back, bytes, (size_t)t.size);
+    }
+    rocq_gguf_close(&file);
+    rocq_close(&ctx);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_three_dimensions),
+                                       cmocka_unit_test(test_integers),
                                        cmocka_unit_test(test_merge), cmocka_unit_test(test_keep),
                                        cmocka_unit_test(test_wrong)};
     return cmocka_run_group_tests_name("quantize", tests, NULL, NULL);

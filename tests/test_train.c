@@ -980,6 +980,8 @@ static void bad_calls_are_refused(void **state) {
                {8, 0, -2, NULL, ROCQ_E_ARGUMENT, "options"},
                {8, 4, 1, "q,qkv", ROCQ_E_NOT_FOUND, "no matrix \"qkv\""},
                {8, 4, 1, "q,,v", ROCQ_E_NOT_FOUND, "no matrix \"\""},
+               {8, 4, 1, "", ROCQ_E_NOT_FOUND, "no matrix \"\""},
+               {8, 4, 1, "q,", ROCQ_E_NOT_FOUND, "no matrix \"\""},
                {8, 4, 1, "norm", ROCQ_E_NOT_FOUND, "no matrix \"norm\""}};
     static const float scales[] = {NAN, INFINITY, -2, 0.5f};
     for (int i = 0; i < 4; i++) {
@@ -1070,6 +1072,31 @@ static void steps_without_a_finite_gradient_are_skipped(void **state) {
     rig_close(&r);
 }
 
+// A step that fails half way leaves result and losses as the step before has left them, so that the
+// two fit together, and not those of its first micro-batches.
+static void a_step_that_fails_keeps_the_losses(void **state) {
+    (void)state;
+    rig r;
+    int32_t ids[N_TEXT], targets[N_TEXT];
+    float losses[N_TEXT];
+    train_options how = {0};
+    how.n_tokens = N_TEXT / 2;
+    how.n_accumulate = 2;
+    rig_open(&r, path_of("llama"), &how, 2);
+    text_of(r.model.n_vocab, ids, targets);
+    const train_batch batch = {ids, targets, NULL};
+    step(&r.t, &batch, 1e-2f);
+    const train_result result = r.t.result;
+    memcpy(losses, r.t.losses, sizeof losses);
+    rocq_graph *const second = r.t.passes[0][1];
+    r.t.passes[0][1] = NULL; // so that the second micro-batch cannot be launched
+    assert_int_equal(train_step(&r.t, &batch, 1e-2f), ROCQ_E_ARGUMENT);
+    r.t.passes[0][1] = second;
+    assert_memory_equal(r.t.losses, losses, sizeof losses);
+    assert_memory_equal(&r.t.result, &result, sizeof result);
+    rig_close(&r);
+}
+
 static void steps_allocate_nothing(void **state) {
     (void)state;
     for (int i = 0; i < N_SOME; i++) {
@@ -1127,6 +1154,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(weights_of_ignored_targets_are_not_read),
         cmocka_unit_test(bad_calls_are_refused),
         cmocka_unit_test(steps_without_a_finite_gradient_are_skipped),
+        cmocka_unit_test(a_step_that_fails_keeps_the_losses),
         cmocka_unit_test(steps_allocate_nothing),
     };
 #endif
