@@ -9914,27 +9914,6 @@ static inline void rocq__decode(bool simd, rocq_format format, float *dst, const
     ROCQ__EITHER(simd, rocq__decode, (format, dst, src, n));
 }
 
-// The same for floats that are more than a last cache holds. Non-temporal stores write them past
-// the caches: an ordinary store first reads the line that it will overwrite, and what waits for
-// that takes longer than the decoding. They have to be aligned, which malloc's memory is.
-static void rocq__decode_large(bool simd, rocq_format format, float *dst, const void *src,
-                               int64_t n) {
-#if ROCQ__HAS_AVX2
-    enum { PART = 2048 }; // floats, decoded in L1; a multiple of every block
-    const unsigned char *at = (const unsigned char *)src;
-    if (simd && (uintptr_t)dst % 16 == 0 && n >= 32 * 1024 * 1024 / 4) {
-        float part[PART];
-        for (; n >= PART; n -= PART, at += rocq__bytes(format, PART)) {
-            rocq__decode(true, format, part, at, PART);
-            for (int i = 0; i < PART; i += 4, dst += 4) _mm_stream_ps(dst, _mm_loadu_ps(part + i));
-        }
-        _mm_sfence();
-        src = at;
-    }
-#endif
-    rocq__decode(simd, format, dst, src, n);
-}
-
 // -- exp, tanh and what is made of them --
 // The scalar and the vector form do the same operations in the same order, all of them rounded as
 // IEEE 754 says, so they give the same bits. The epilogue of INT8 products needs that.
@@ -29338,7 +29317,7 @@ ROCQ_DEF rocq_result rocq_dequantize(rocq_format format, float *dst, const void 
     ROCQ__TRY(rocq__check_span(format, src, n));
     if (!rocq__mul(n, 4, &bytes)) return ROCQ_E_OVERFLOW;
     if (rocq__spans_overlap(ROCQ_F32, dst, n, format, src, n)) return ROCQ_E_ARGUMENT;
-    rocq__decode_large(simd, format, dst, src, n);
+    rocq__decode(simd, format, dst, src, n);
     return ROCQ_OK;
 }
 

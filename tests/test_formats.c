@@ -632,34 +632,6 @@ static void decoders_agree(void **state) {
     free(all);
 }
 
-// What goes past the caches has the same bits, wherever it begins, and ends where it should.
-static void large_decodes_agree(void **state) {
-    (void)state;
-    const rocq_format some[] = {ROCQ_F32, ROCQ_F16, ROCQ_Q4_0, ROCQ_Q6_K, ROCQ_NVFP4};
-    for (size_t f = 0; f < COUNT(some); f++) {
-        const int64_t elems = block_elems(some[f]), n = (8 << 20) + 3 * 2048 + 5 * elems;
-        void *blocks = alloc(n / elems * block_bytes(some[f]));
-        float *want = (float *)alloc(n * 4);
-        random_bytes(blocks, n / elems * block_bytes(some[f]));
-        rocq__decode(false, some[f], want, blocks, n);
-        for (int64_t odd = 0; odd < 2; odd++) { // the second is not aligned
-            float *got = nans(n + odd + 8);
-            assert_int_equal(rocq_dequantize(some[f], got + odd, blocks, n), ROCQ_OK);
-            for (int64_t i = 0; i < n; i++) {
-                if (!same_float(got[odd + i], want[i])) {
-                    fail_msg("%s: element %lld is %g, not %g", rocq_format_name(some[f]),
-                             (long long)i, (double)got[odd + i], (double)want[i]);
-                }
-            }
-            if (odd) assert_true(got[0] != got[0]);
-            for (int64_t i = n; i < n + 8; i++) assert_true(got[odd + i] != got[odd + i]);
-            free(got);
-        }
-        free(blocks);
-        free(want);
-    }
-}
-
 // -- ggml --
 
 typedef struct ggml_formats {
@@ -1265,7 +1237,6 @@ int main(void) {
         cmocka_unit_test(pictures),           cmocka_unit_test(packing),
         cmocka_unit_test(mxfp6_decode),       cmocka_unit_test(mxfp6_encode),
         cmocka_unit_test(same_everywhere),    cmocka_unit_test(decoders_agree),
-        cmocka_unit_test(large_decodes_agree),
         cmocka_unit_test(importance),
         cmocka_unit_test(rows),               cmocka_unit_test(extremes),
         cmocka_unit_test(not_finite_inside),  cmocka_unit_test(overlapping_spans_are_refused),
