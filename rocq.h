@@ -7543,6 +7543,7 @@ static void rocq__gguf_map(rocq_gguf *file) {
 }
 #endif
 
+// Sets where the file's bytes come from: memory, the caller's function, or a path.
 static rocq_result rocq__gguf_open_source(rocq_gguf *file, const rocq_gguf_desc *desc) {
     if (desc->data) {
         file->size = desc->size;
@@ -7651,6 +7652,7 @@ static uint64_t rocq__gguf_take(rocq__gguf_scan *scan, uint64_t n) {
     return value;
 }
 
+// Checks a metadata value, key and all, and moves past it.
 static void rocq__gguf_scan_value(rocq__gguf_scan *scan) {
     const uint64_t key_length = rocq__gguf_take(scan, 8);
     rocq__gguf_skip(scan, key_length);
@@ -7784,6 +7786,8 @@ static int64_t rocq__gguf_find(const rocq_gguf *file, const rocq__gguf_index *in
     return rocq__gguf_find_name(file, index, wanted);
 }
 
+// Reads value i by its place in the index. All was checked when the file was opened, and is checked
+// again, because a mapped file can change.
 static rocq_result rocq__gguf_value(const rocq_gguf *file, int64_t i, rocq_gguf_value *value) {
     const rocq__gguf_index *index = &file->values;
     const unsigned char *end = file->head + index->at[i + 1];
@@ -7816,6 +7820,7 @@ static rocq_result rocq__gguf_value(const rocq_gguf *file, int64_t i, rocq_gguf_
     return ROCQ_OK;
 }
 
+// The same for the description of tensor i.
 static rocq_result rocq__gguf_tensor(const rocq_gguf *file, int64_t i, rocq_gguf_tensor *tensor) {
     const rocq__gguf_index *index = &file->tensors;
     const int64_t at = index->at[i], end = index->at[i + 1];
@@ -7898,6 +7903,7 @@ static rocq_result rocq__gguf_check_tensors(const rocq_gguf *file) {
     return ROCQ_OK;
 }
 
+// Checks the header, all values and all descriptions of tensors once, and fills in the two indices.
 static rocq_result rocq__gguf_parse(rocq_gguf *file) {
     rocq__gguf_scan scan;
     memset(&scan, 0, sizeof scan);
@@ -10477,6 +10483,7 @@ ROCQ__TARGET_AVX2 static void rocq__sum_halves_avx2(int32_t sums[2], const int8_
 }
 #endif
 
+// Converts a column of x to INT8: its K codes, then a rocq__mm_group for each group of them.
 static void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
                                  const unsigned char *src) {
     const rocq_format format = mm->x->format;
@@ -16068,6 +16075,7 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     return bytes;
 }
 
+// Checks the lengths and pages, whose values are known only when the stage begins.
 static rocq_result rocq__attend_check(rocq_ctx *ctx, const rocq__attend *a) {
     const rocq_attention_params *p = a->p;
     for (int64_t seq = 0; seq < a->n_seqs; seq++) {
@@ -16315,6 +16323,8 @@ static double rocq__rope_pair_of(const rocq__rope_scaling *s, double n_ctx, doub
     return s->n_dims * log(n_ctx / (n_turns * 6.283185307179586)) / (2.0 * log(s->base));
 }
 
+// The config with its defaults filled in. With ext_factor (YaRN) pairs below `low` keep their
+// frequency and those above `high` are scaled.
 static rocq__rope_scaling rocq__rope_scaling_of(const rocq_rope_config *p, int64_t n_dims) {
     rocq__rope_scaling s;
     memset(&s, 0, sizeof s);
@@ -19722,6 +19732,7 @@ static ROCQ__SIMD void rocq__scaled_exp_simd(float *y, const float *x, float shi
 }
 #endif
 
+// The loss of column c in two passes over its logits, the second of which writes their gradient.
 static void rocq__cross_entropy_column(const rocq__cross_entropy *a, int64_t c) {
     const rocq_cross_entropy_params *p = a->p;
     const rocq_format format = p->logits->format;
@@ -20158,6 +20169,7 @@ typedef struct rocq__gpu {
     char ignored[400];     // rocq_info.ignored: settings for sharing that had no effect
 } rocq__gpu;
 
+// Makes a runtime's error one of ours. Unless memory was short, the GPU then counts as lost.
 static rocq_result rocq__hip_failed(rocq_ctx *ctx, const char *what, int error) {
     rocq__gpu *gpu = ctx->gpu;
     const char *name = gpu->hip->error_name ? gpu->hip->error_name(error) : NULL;
@@ -20659,6 +20671,8 @@ enum {
     ROCQ__LDS_DECODED_LAST = ROCQ_K_matmul_lds_mxfp6_e3m2_128x64
 };
 
+// Bytes of LDS that a launch of this kernel asks for beside what the kernel declares: those of tiles
+// that are larger than a declaration may be, and what fills up gpu->block_lds.
 static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel, uint32_t threads) {
     for (int i = 0; i < ROCQ__LDS_FORWARD_TILES && gpu->chip.lds_tiles; i++) {
         const rocq__lds_tile *t = &rocq__lds_tiles[i];
@@ -22921,6 +22935,7 @@ typedef struct rocq__attention_grid {
     int64_t runs;     // of a head where the kernel is attention_step, else 0
 } rocq__attention_grid;
 
+// Chooses the kernel, and how its blocks share queries (tiles) and positions (splits).
 static rocq__attention_grid rocq__attention_cut(rocq_ctx *ctx, const rocq_attention_params *p) {
     const rocq__chip *chip = rocq__chip_of(ctx);
     const rocq__site site = rocq__attention_site(p);
@@ -26810,6 +26825,7 @@ static bool rocq__slice_goes_on(rocq__team *team) {
     return true;
 }
 
+// Runs ops from graph->at on for about so many us, and leaves graph->at at the next one.
 static rocq_result rocq__slice_cpu(rocq_ctx *ctx, rocq_graph *graph, int32_t us) {
     rocq__slice slice = {graph->at, NULL, 0, rocq_time_ns() + 1000 * (int64_t)us};
     rocq_result result = ROCQ_OK;
@@ -29571,6 +29587,8 @@ static rocq_result rocq__launch_wait(rocq_ctx *ctx) {
 
 enum { ROCQ__LAUNCH_ROW = 32, ROCQ__LAUNCH_WARM = 16 }; // launches in a row; not counted, at first
 
+// Times n launches of nothing: until the call returns, until it is done, and a launch's share of
+// many in a row. In ns.
 static rocq_result rocq__launch_times(rocq_ctx *ctx, int32_t n, double *submit, double *complete,
                                       double *row) {
     if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, "measure_launch"));
@@ -30125,6 +30143,7 @@ static void rocq__profile_peaks(const rocq_ctx *ctx, rocq_profile_desc *desc) {
     }
 }
 
+// Loads the ranges of AMD's profilers; without them there are none.
 static void rocq__roctx_load(rocq__profile *p) {
 #if ROCQ__HAS_HIP
 #if defined(_WIN32)
@@ -31827,6 +31846,7 @@ static const rocq__node *rocq__replay_find(const rocq__replay *r, int64_t copy) 
     return found;
 }
 
+// From now on runs the graph's ops one by one, and says which op's output has shown the fault.
 static rocq_result rocq__replay_refuse(rocq__replay *r, int64_t copy) {
     rocq_ctx *ctx = r->ctx;
     const rocq__node *found = rocq__replay_find(r, copy);
