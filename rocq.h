@@ -20671,8 +20671,8 @@ enum {
     ROCQ__LDS_DECODED_LAST = ROCQ_K_matmul_lds_mxfp6_e3m2_128x64
 };
 
-// Bytes of LDS that a launch of this kernel asks for beside what the kernel declares: those of tiles
-// that are larger than a declaration may be, and what fills up gpu->block_lds.
+// Bytes of LDS that a launch of this kernel asks for beside what the kernel declares: those of
+// tiles that are larger than a declaration may be, and what fills up gpu->block_lds.
 static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel, uint32_t threads) {
     for (int i = 0; i < ROCQ__LDS_FORWARD_TILES && gpu->chip.lds_tiles; i++) {
         const rocq__lds_tile *t = &rocq__lds_tiles[i];
