@@ -38,8 +38,11 @@ def save(path, tensors, dtypes=None, metadata=None):
         data += raw
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    with open(path, "wb") as f:
+    # Under its name a file is whole at any time: another test may be reading one of an earlier run.
+    part = f"{path}.{os.getpid()}"
+    with open(part, "wb") as f:
         f.write(struct.pack("<Q", len(head)) + head + data)
+    os.replace(part, path)
 
 
 class Weights(dict):
