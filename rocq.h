@@ -14822,7 +14822,7 @@ typedef struct rocq__attend_next {
 // Rows of K or V that a kernel of few query rows takes, in F32 or as they are stored.
 typedef struct rocq__attend_operand {
     const void *const *row;
-    int64_t n_keys;                // rows; of K a multiple of 8, which the scalar kernel needs not
+    int64_t n_keys;                // rows; of K a multiple of 8, but for the scalar kernel
     int64_t n;                     // elements in a row, a multiple of 32, or of 8 for that kernel
     const rocq__attend_next *next; // n_keys rows that are prefetched meanwhile, or NULL
 } rocq__attend_operand;
