@@ -1810,8 +1810,8 @@ DEV uint32_t join_nibbles(uint32_t x) {
 
 // -- the formats that are only read: IQ1 to IQ3, TQ and NVFP4, for which rocq has no encoder --
 // The codebooks as the compiler makes them of the strings in rocq.h. An entry is eight levels of
-// IQ2, a byte each; eight digits of IQ1, those of elements 0-3 in the low nibbles of its bytes and
-// those of elements 4-7 in the high ones; or four levels of IQ3, a byte each.
+// IQ2, a byte each; eight digits of IQ1, those of elements 0-3 in bits 3-4 of its bytes, which is 8
+// times the digit, and those of elements 4-7 in bits 0-1; or four levels of IQ3, a byte each.
 struct codebooks {
     enum { IQ2_XXS = 0, IQ2_XS = 256, IQ2_S = 768, IQ3_XXS = 0, IQ3_S = 256 }; // where each begins
     uint64_t iq2[1792];
@@ -1834,7 +1834,7 @@ struct codebooks {
     constexpr void put_iq1(int at, const char *text) {
         for (int k = 0; k < 1024; k++) {
             for (int i = 0; i < 8; i++) {
-                iq1[at + k] |= digit(text, k, i, 3) << (8 * (i % 4) + 4 * (i / 4));
+                iq1[at + k] |= digit(text, k, i, 3) << (8 * (i % 4) + (i < 4 ? 3 : 0));
             }
         }
     }
@@ -2003,6 +2003,16 @@ template <int F> DEV block_factors read_factors(const raw<F> &r, uint32_t u) {
     return f;
 }
 
+// The codebook's entry for elements 8 l to 8 l + 7 of a unit of IQ1, whose words are low and high,
+// and whether 1/8 is subtracted from these elements instead of added.
+DEV uint32_t iq1_entry(int32_t format, uint32_t low, uint32_t high, int l) {
+    const uint32_t bits_8 = high >> (format == ROCQ_IQ1_S ? 3 : 4) * l & 7;
+    return codebook_table.iq1[(low >> 8 * l & 255) | bits_8 << 8];
+}
+DEV bool iq1_lower(int32_t format, uint32_t high, int l) {
+    return (high >> (format == ROCQ_IQ1_S ? 12 : 4 * l) & 8) != 0;
+}
+
 template <int F> DEV void read_codes(const raw<F> &r, uint32_t u, uint32_t q[8]) {
     const int32_t format = F == READ ? recomputed_scalar(r.format) : F;
     if (format == ROCQ_TQ1_0 || format == ROCQ_TQ2_0) {
@@ -2042,12 +2052,10 @@ template <int F> DEV void read_codes(const raw<F> &r, uint32_t u, uint32_t q[8])
     } else if (format == ROCQ_IQ1_S || format == ROCQ_IQ1_M) { // 8 (t - 1 +- 1/8)
 #pragma unroll
         for (int l = 0; l < 4; l++) {
-            const bool s = format == ROCQ_IQ1_S;
-            const uint32_t high = r.w[1] >> (s ? 3 : 4) * l;
-            const uint32_t least = (s ? r.w[1] >> 12 : high) & 8 ? 0x77777777u : 0x79797979u;
-            const uint32_t t = codebook_table.iq1[(r.w[0] >> 8 * l & 255) | (high & 7) << 8];
-            q[2 * l] = ((t << 3 & 0x18181818u) + least) ^ 0x80808080u;
-            q[2 * l + 1] = ((t >> 1 & 0x18181818u) + least) ^ 0x80808080u;
+            const uint32_t t = iq1_entry(format, r.w[0], r.w[1], l);
+            const uint32_t least = iq1_lower(format, r.w[1], l) ? 0x77777777u : 0x79797979u;
+            q[2 * l] = ((t & 0x18181818u) + least) ^ 0x80808080u;
+            q[2 * l + 1] = ((t << 3 & 0x18181818u) + least) ^ 0x80808080u;
         }
     } else {
 #pragma unroll
@@ -2779,7 +2787,8 @@ struct matvec_work {
 struct matvec_x { // a unit of a column
     uint32_t q[8];
     float d;
-    int sum[2]; // of the codes of each half; in formats without halves [1] is of all 32
+    int sum[2];    // of the codes of each half; in formats without halves [1] is of all 32
+    int eights[4]; // of the codes of each eight (is_iq1)
 };
 
 // Whether units of w keep their E2M1 codes as stored, in four words, for e2m1_dot. Only with one
@@ -2796,10 +2805,47 @@ template <int F> DEV constexpr int e2m1_high(int i) {
     return e2m1_low<F>(i) + (F == ROCQ_NVFP4 ? 2 : 4);
 }
 
-template <int F> DEV void matvec_x_sums(matvec_x &x) {
+// Whether units of w keep IQ1's entries of the codebook, in four words, for iq1_dots, and the bits
+// that iq1_lower reads in a fifth. Only with one column: iq1_dots has some more instructions for
+// each column than eight dots of decoded codes.
+template <int F, int N> DEV constexpr bool is_iq1() {
+    return N == 1 && (F == ROCQ_IQ1_S || F == ROCQ_IQ1_M);
+}
+// The dots of both halves. With a digit t of 0 to 2 a code is 8 (t - 1) + 1, or 8 (t - 1) - 1 where
+// iq1_lower says so. So the dot of eight codes is that of 8 t, less 7 or 9 times the sum of x.
+template <int F> DEV void iq1_dots(const uint32_t q[8], const matvec_x &x, int dot[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int first = -7 * x.sum[h], last = 0; // of the eights' elements 0-3, and of 4-7
+#pragma unroll
+        for (int l = 2 * h; l < 2 * h + 2; l++) {
+            first = dot4((int)(q[l] & 0x18181818u), (int)x.q[2 * l], first);
+            last = dot4((int)(q[l] & 0x03030303u), (int)x.q[2 * l + 1], last);
+        }
+        dot[h] = first + 8 * last;
+        if (F == ROCQ_IQ1_S) {
+            dot[h] -= iq1_lower(F, q[4], 0) ? 2 * x.sum[h] : 0;
+            continue;
+        }
+#pragma unroll
+        for (int l = 2 * h; l < 2 * h + 2; l++) {
+            dot[h] -= iq1_lower(F, q[4], l) ? 2 * x.eights[l] : 0;
+        }
+    }
+}
+
+template <int F, int N> DEV void matvec_x_sums(matvec_x &x) {
     typedef block_layout<F> l;
-    if (l::offset == 0 && !l::has_min) return;
     const int ones = 0x01010101;
+    if constexpr (is_iq1<F, N>()) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x.eights[i] = dot4((int)x.q[2 * i + 1], ones, dot4((int)x.q[2 * i], ones, 0));
+        }
+        for (int h = 0; h < 2; h++) x.sum[h] = x.eights[2 * h] + x.eights[2 * h + 1];
+        return;
+    }
+    if (l::offset == 0 && !l::has_min) return;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         x.sum[h] = h == 1 && !l::halves ? x.sum[0] : 0;
@@ -2825,11 +2871,17 @@ DEV float matvec_add(float sum, const uint32_t q[8], const block_factors &f, con
         return fmaf(d * (float)f.sc[1], (float)(plus[1] - minus[1]), sum);
     } else if constexpr (l::halves) {
         int dot[2];
+        if constexpr (is_iq1<F, N>()) {
+            iq1_dots<F>(q, x, dot);
+        } else {
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            dot[h] = -l::offset * x.sum[h];
+            for (int h = 0; h < 2; h++) {
+                dot[h] = -l::offset * x.sum[h];
 #pragma unroll
-            for (int i = 4 * h; i < 4 * h + 4; i++) dot[h] = dot4((int)q[i], (int)x.q[i], dot[h]);
+                for (int i = 4 * h; i < 4 * h + 4; i++) {
+                    dot[h] = dot4((int)q[i], (int)x.q[i], dot[h]);
+                }
+            }
         }
         // NVFP4's products of a scale and a dot do not fit 32 bits.
         if constexpr (F == READ || F == ROCQ_NVFP4) {
@@ -2889,7 +2941,7 @@ template <int F, int N> DEV matvec_x matvec_x_of(const raw<ROCQ_Q8_0> &r) {
         for (int i = 0; i < 4; i++) e2m1_order(x.q[e2m1_low<F>(i)], x.q[e2m1_high<F>(i)]);
     }
     x.d = f16_f32((uint16_t)r.d.x);
-    matvec_x_sums<F>(x);
+    matvec_x_sums<F, N>(x);
     return x;
 }
 
@@ -2902,6 +2954,12 @@ DEV void e2m1_words(const raw<ROCQ_MXFP4> &r, uint32_t q[8]) {
 DEV void e2m1_words(const raw<ROCQ_NVFP4> &r, uint32_t q[8]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) q[i] = r.w[i];
+}
+
+template <int F> DEV void iq1_words(const raw<F> &r, uint32_t q[8]) {
+#pragma unroll
+    for (int l = 0; l < 4; l++) q[l] = iq1_entry(F, r.w[0], r.w[1], l);
+    q[4] = r.w[1];
 }
 
 // A decoded unit of w. In formats without halves d and dmin are multiplied by their integers here,
@@ -2918,6 +2976,7 @@ template <int F, int N> DEV matvec_unit<F> matvec_unit_of(const raw<F> &r, uint3
         u.f.dmin *= (float)u.f.mn[0];
     }
     if constexpr (is_e2m1<F, N>()) e2m1_words(r, u.q);
+    else if constexpr (is_iq1<F, N>()) iq1_words(r, u.q);
     else decode_codes<F>(r, at, u.q);
     return u;
 }
@@ -3042,13 +3101,29 @@ DEV raw<ROCQ_Q8_0> matvec_row_unit(const u32x4 *lds, uint32_t unit) {
     return {lget(lds + unit), lget(lds + ROW_UNITS + unit), make4(d, 0, 0, 0), 0, 0, 0};
 }
 
+// How often the loop over K is unrolled where a step multiplies what it has loaded itself, or 0
+// where it loads what the next step multiplies. On an H200 with one column the former is faster:
+// it leaves registers for more loads at once, and has fewer instructions. With x in LDS (ROW) it
+// takes 0.85 to 0.97 of the time at 4096 x 4096, unrolled where a format's units need few registers
+// (Q8_0 once would take 1.03 times as long); with x in memory, where a wave needs registers of
+// matvec_waves' 6 waves, 0.95 to 0.99 at 4096 x 14336, but 1.02 with Q8_0.
+template <int F, int N, bool ROW> DEV constexpr int matvec_unrolled() {
+    const bool small = F == ROCQ_Q4_0 || F == ROCQ_Q4_1 || F == ROCQ_Q8_0 || F == ROCQ_Q2_K ||
+                       F == ROCQ_Q3_K || F == ROCQ_Q4_K || F == ROCQ_IQ4_NL || F == ROCQ_MXFP4;
+    if (!WMMA_TILES || N > 1 || (F == ROCQ_Q8_0 && !ROW)) return 0;
+    return ROW && small ? 4 : 1;
+}
+
 // Adds to the lane's sums; sums[ROWS c + r] is of row r and column c. Loads return in the order in
 // which they are issued, so the loads of x are issued before those loads of w that are needed
 // later.
 template <int F, int N, bool ROW>
 DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_units,
                           const u32x4 *row_x, const matvec_work &work, float *sums) {
-    enum { ROWS = ROCQ_K_MATVEC_ROWS, SHARED = N > 1 || many_planes<F>() };
+    enum {
+        ROWS = ROCQ_K_MATVEC_ROWS, SHARED = N > 1 || many_planes<F>(),
+        UNROLLED = matvec_unrolled<F, N, ROW>(), EARLY = UNROLLED == 0
+    };
     const int64_t units = a.k / 32;
     const matvec_rows<F, SHARED> rows = matvec_rows_of<F, SHARED>(w, n_units, units, work);
     const planes<ROCQ_Q8_0> x0 =
@@ -3061,13 +3136,17 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
     computed(at); // else the addresses of the first loads stay in registers throughout
     uint32_t next = at < last ? at : last;
     raw<ROCQ_Q8_0> r_x;
-    if constexpr (!ROW) r_x = load_raw<ROCQ_Q8_0>(x0, column[0] + next);
     raw<F> r_w[ROWS];
+    const auto load = [&](uint32_t u) {
+        if constexpr (!ROW) r_x = load_raw<ROCQ_Q8_0>(x0, column[0] + u);
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) r_w[r] = matvec_load(rows, r, next);
-    loads_issued();
-#pragma unroll 1
+        for (int r = 0; r < ROWS; r++) r_w[r] = matvec_load(rows, r, u);
+        loads_issued();
+    };
+    if constexpr (EARLY) load(next);
+#pragma unroll EARLY ? 1 : UNROLLED
     for (; at < work.count; at += work.step) {
+        if constexpr (!EARLY) load(at);
         next = at + work.step < last ? at + work.step : last;
         matvec_unit<F> u[ROWS];
         // Formats that are only read are decoded ahead of the loop over columns: with that inside
@@ -3085,14 +3164,14 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
         for (int c = 0; c < N; c++) {
             if constexpr (ROW) r_x = matvec_row_unit(row_x, at);
             const matvec_x x = matvec_x_of<F, N>(r_x);
-            if constexpr (!ROW) {
+            if constexpr (!ROW && EARLY) {
                 r_x = load_raw<ROCQ_Q8_0>(x0, c + 1 < N ? column[c + 1] + at : column[0] + next);
                 loads_issued();
             }
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 if (!AHEAD && c == 0) u[r] = matvec_unit_of<F, N>(r_w[r], at);
-                if (!AHEAD && c == N - 1) {
+                if (EARLY && !AHEAD && c == N - 1) {
                     r_w[r] = matvec_load(rows, r, next);
                     loads_issued();
                 }
@@ -3182,11 +3261,15 @@ DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_u
 }
 
 // As matvec_f32_sums, for F32, F16 and BF16. It goes by 16-byte vectors, or by elements where a row
-// is not a whole number of vectors or not aligned.
+// is not a whole number of vectors or not aligned. On an H200 with one column a loop that uses what
+// it has just loaded, four times unrolled, takes 0.98 of the time at 4096 x 4096.
 template <int F, int N>
 DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const matvec_work &work,
                            float *sums) {
-    enum { ROWS = ROCQ_K_MATVEC_ROWS, ELEMS = vector_elems<F>(), SIZE = 16 / ELEMS };
+    enum {
+        ROWS = ROCQ_K_MATVEC_ROWS, ELEMS = vector_elems<F>(), SIZE = 16 / ELEMS,
+        EARLY = !WMMA_TILES || N > 1 // whether w is loaded a step ahead
+    };
     const char *column[N], *row[ROWS];
 #pragma unroll
     for (int c = 0; c < N; c++) column[c] = matvec_column(a, c);
@@ -3221,16 +3304,18 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
     uint32_t next = at < last ? at : last;
     u32x4 r_w[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) r_w[r] = gload<ONCE>((const u32x4 *)(row[r] + next * 16));
+    for (int r = 0; EARLY && r < ROWS; r++) {
+        r_w[r] = gload<ONCE>((const u32x4 *)(row[r] + next * 16));
+    }
     loads_issued();
-#pragma unroll 1
+#pragma unroll EARLY ? 1 : 4
     for (; at < count; at += work.step) {
         next = at + work.step < last ? at + work.step : last;
         u32x4 vector[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            vector[r] = r_w[r];
-            r_w[r] = gload<ONCE>((const u32x4 *)(row[r] + next * 16));
+            vector[r] = EARLY ? r_w[r] : gload<ONCE>((const u32x4 *)(row[r] + at * 16));
+            if (EARLY) r_w[r] = gload<ONCE>((const u32x4 *)(row[r] + next * 16));
         }
         loads_issued();
 #pragma unroll
@@ -3841,18 +3926,21 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
 // The occupancy in waves a SIMD that the compiler has to allow for. It is the most for which
 // NVIDIA's compiler does not spill in the loop (8 waves: 64 registers a thread), but READ spills
 // some: IQ2_XXS at 4096x4096 takes 7.9 us so, and 10.1 with 6 waves (H200). On gfx11 all kernels
-// need far fewer registers than it permits.
-constexpr int matvec_waves(int format, int n, bool int8) {
+// need far fewer registers than it permits. With 6 waves instead of 8 a kernel that reads x from
+// memory takes 0.91 of the time at 4096 x 14336 in Q4_K, since it has more loads under way at once
+// (H200); a matvec_row, whose blocks are often too many for that, 1.24 times at 14336 x 4096.
+constexpr int matvec_waves(int format, int n, bool int8, bool row) {
     const bool plain = format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16;
     if (!int8 && !plain) return n == 1 ? 4 : 2;
     // Two columns at 14336x4096 on an H100: Q4_0 16.9 us, Q6_K 22.7; with 6 waves 21.2 and 27.5
     if (n > 1 || format == MATVEC_MIXED) return 4;
-    return format != ROCQ_Q5_K ? 8 : 6;
+    const bool from_memory = WMMA_TILES && !row && !plain && format != READ;
+    return from_memory || format == ROCQ_Q5_K ? 6 : 8;
 }
 
 #define ROCQ_X(n, f, type, is_int8)                                        \
     KERNEL_WAVES(matvec_##type##_##f##_n##n, rocq_k_matvec_args, 256,      \
-                 matvec_waves(ROCQ_K_ID_##f, n, is_int8)) {                \
+                 matvec_waves(ROCQ_K_ID_##f, n, is_int8, false)) {         \
         matvec_block<ROCQ_K_ID_##f, n, is_int8>(a);                        \
     }
 #define ROCQ_X_INT8(X, f) \
@@ -3862,11 +3950,13 @@ constexpr int matvec_waves(int format, int n, bool int8) {
 ROCQ_K_CODED_FORMATS(ROCQ_X_INT8, ROCQ_X)
 ROCQ_X(1, read, int8, true)
 ROCQ_X(8, read, int8, true)
-KERNEL_WAVES(matvec_int8_mixed_n1, rocq_k_matvec_args, 256, matvec_waves(MATVEC_MIXED, 1, true)) {
+KERNEL_WAVES(matvec_int8_mixed_n1, rocq_k_matvec_args, 256,
+             matvec_waves(MATVEC_MIXED, 1, true, false)) {
     matvec_block<MATVEC_MIXED, 1, true>(a);
 }
 #define ROCQ_X_ROW(X, f)                                                                         \
-    KERNEL_WAVES(matvec_row_##f, rocq_k_matvec_args, 256, matvec_waves(ROCQ_K_ID_##f, 1, true)) { \
+    KERNEL_WAVES(matvec_row_##f, rocq_k_matvec_args, 256,                                        \
+                 matvec_waves(ROCQ_K_ID_##f, 1, true, true)) {                                   \
         matvec_block<ROCQ_K_ID_##f, 1, true, true>(a);                                           \
     }
 ROCQ_K_INT8_FORMATS(ROCQ_X_ROW, )
@@ -4031,7 +4121,7 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
 // With one column matvec's plain formats and READ have 8 waves; here that has not been measured.
 constexpr int experts_waves(int format, bool int8) {
     const bool plain = format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16;
-    return plain || format == READ ? 6 : matvec_waves(format, 1, int8);
+    return plain || format == READ ? 6 : matvec_waves(format, 1, int8, false);
 }
 #define ROCQ_X(f, type, is_int8)                                  \
     KERNEL_WAVES(experts_##type##_##f, rocq_k_experts_args, 256,  \
