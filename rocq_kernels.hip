@@ -2787,8 +2787,7 @@ struct matvec_work {
 struct matvec_x { // a unit of a column
     uint32_t q[8];
     float d;
-    int sum[2];    // of the codes of each half; in formats without halves [1] is of all 32
-    int eights[4]; // of the codes of each eight (is_iq1)
+    int sum[2]; // of the codes of each half; in formats without halves [1] is of all 32
 };
 
 // Whether units of w keep their E2M1 codes as stored, in four words, for e2m1_dot. Only with one
@@ -2812,40 +2811,30 @@ template <int F, int N> DEV constexpr bool is_iq1() {
     return N == 1 && (F == ROCQ_IQ1_S || F == ROCQ_IQ1_M);
 }
 // The dots of both halves. With a digit t of 0 to 2 a code is 8 (t - 1) + 1, or 8 (t - 1) - 1 where
-// iq1_lower says so. So the dot of eight codes is that of 8 t, less 7 or 9 times the sum of x.
+// iq1_lower says so. So the dot of eight codes is that of 8 t, less 7 or 9 times the sum of x, which
+// the compiler computes once for all rows.
 template <int F> DEV void iq1_dots(const uint32_t q[8], const matvec_x &x, int dot[2]) {
+    const int ones = 0x01010101;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        int first = -7 * x.sum[h], last = 0; // of the eights' elements 0-3, and of 4-7
+        int sum[2], first = 0, last = 0; // of x; products of elements 0-3 of each eight, and of 4-7
 #pragma unroll
-        for (int l = 2 * h; l < 2 * h + 2; l++) {
+        for (int i = 0; i < 2; i++) {
+            const int l = 2 * h + i;
+            sum[i] = dot4((int)x.q[2 * l + 1], ones, dot4((int)x.q[2 * l], ones, 0));
             first = dot4((int)(q[l] & 0x18181818u), (int)x.q[2 * l], first);
             last = dot4((int)(q[l] & 0x03030303u), (int)x.q[2 * l + 1], last);
         }
-        dot[h] = first + 8 * last;
-        if (F == ROCQ_IQ1_S) {
-            dot[h] -= iq1_lower(F, q[4], 0) ? 2 * x.sum[h] : 0;
-            continue;
-        }
+        dot[h] = first + 8 * last - 7 * (sum[0] + sum[1]);
 #pragma unroll
-        for (int l = 2 * h; l < 2 * h + 2; l++) {
-            dot[h] -= iq1_lower(F, q[4], l) ? 2 * x.eights[l] : 0;
-        }
+        for (int i = 0; i < 2; i++) dot[h] -= iq1_lower(F, q[4], 2 * h + i) ? 2 * sum[i] : 0;
     }
 }
 
-template <int F, int N> DEV void matvec_x_sums(matvec_x &x) {
+template <int F> DEV void matvec_x_sums(matvec_x &x) {
     typedef block_layout<F> l;
-    const int ones = 0x01010101;
-    if constexpr (is_iq1<F, N>()) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            x.eights[i] = dot4((int)x.q[2 * i + 1], ones, dot4((int)x.q[2 * i], ones, 0));
-        }
-        for (int h = 0; h < 2; h++) x.sum[h] = x.eights[2 * h] + x.eights[2 * h + 1];
-        return;
-    }
     if (l::offset == 0 && !l::has_min) return;
+    const int ones = 0x01010101;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         x.sum[h] = h == 1 && !l::halves ? x.sum[0] : 0;
@@ -2941,7 +2930,7 @@ template <int F, int N> DEV matvec_x matvec_x_of(const raw<ROCQ_Q8_0> &r) {
         for (int i = 0; i < 4; i++) e2m1_order(x.q[e2m1_low<F>(i)], x.q[e2m1_high<F>(i)]);
     }
     x.d = f16_f32((uint16_t)r.d.x);
-    matvec_x_sums<F, N>(x);
+    matvec_x_sums<F>(x);
     return x;
 }
 
@@ -3101,28 +3090,34 @@ DEV raw<ROCQ_Q8_0> matvec_row_unit(const u32x4 *lds, uint32_t unit) {
     return {lget(lds + unit), lget(lds + ROW_UNITS + unit), make4(d, 0, 0, 0), 0, 0, 0};
 }
 
-// How often the loop over K is unrolled where a step multiplies what it has loaded itself, or 0
-// where it loads what the next step multiplies. On an H200 with one column the former is faster:
-// it leaves registers for more loads at once, and has fewer instructions. With x in LDS (ROW) it
-// takes 0.85 to 0.97 of the time at 4096 x 4096, unrolled where a format's units need few registers
-// (Q8_0 once would take 1.03 times as long); with x in memory, where a wave needs registers of
-// matvec_waves' 6 waves, 0.95 to 0.99 at 4096 x 14336, but 1.02 with Q8_0.
-template <int F, int N, bool ROW> DEV constexpr int matvec_unrolled() {
-    const bool small = F == ROCQ_Q4_0 || F == ROCQ_Q4_1 || F == ROCQ_Q8_0 || F == ROCQ_Q2_K ||
-                       F == ROCQ_Q3_K || F == ROCQ_Q4_K || F == ROCQ_IQ4_NL || F == ROCQ_MXFP4;
-    if (!WMMA_TILES || N > 1 || (F == ROCQ_Q8_0 && !ROW)) return 0;
-    return ROW && small ? 4 : 1;
+// Where a matvec's x in Q8_0 is: in memory, for a product or for the experts of a token, or in LDS,
+// made there by a block of matvec_row_*.
+enum { X_IN_MEMORY, X_OF_EXPERTS, X_IN_LDS };
+
+// How often the loop over K is unrolled where a step multiplies what it has loaded itself; 0 where
+// a step loads what the next one multiplies. With one column the former has fewer instructions and
+// leaves registers for more loads at once. On an H200 it takes 0.85 to 0.98 of the time with x in
+// LDS (4096 x 4096), if it is unrolled in those formats whose units need few registers. With x in
+// memory and the registers of matvec_waves it takes 0.83 to 1.0 (4096 x 14336), but Q8_0, Q2_K and
+// MXFP4 take 1.0 to 1.1. Experts take 0.96 to 1.08 for one token and 1.02 to 1.07 for four.
+constexpr int matvec_unrolled(int format, int n, int x) {
+    const bool small = format == ROCQ_Q4_0 || format == ROCQ_Q4_1 || format == ROCQ_Q8_0 ||
+                       format == ROCQ_Q2_K || format == ROCQ_Q3_K || format == ROCQ_Q4_K ||
+                       format == ROCQ_IQ4_NL || format == ROCQ_MXFP4;
+    const bool slower = format == ROCQ_Q8_0 || format == ROCQ_Q2_K || format == ROCQ_MXFP4;
+    if (!WMMA_TILES || n > 1 || x == X_OF_EXPERTS || (x == X_IN_MEMORY && slower)) return 0;
+    return x == X_IN_LDS && small ? 4 : 1;
 }
 
 // Adds to the lane's sums; sums[ROWS c + r] is of row r and column c. Loads return in the order in
 // which they are issued, so the loads of x are issued before those loads of w that are needed
 // later.
-template <int F, int N, bool ROW>
+template <int F, int N, int FROM>
 DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_units,
                           const u32x4 *row_x, const matvec_work &work, float *sums) {
     enum {
         ROWS = ROCQ_K_MATVEC_ROWS, SHARED = N > 1 || many_planes<F>(),
-        UNROLLED = matvec_unrolled<F, N, ROW>(), EARLY = UNROLLED == 0
+        ROW = FROM == X_IN_LDS, UNROLLED = matvec_unrolled(F, N, FROM), EARLY = UNROLLED == 0
     };
     const int64_t units = a.k / 32;
     const matvec_rows<F, SHARED> rows = matvec_rows_of<F, SHARED>(w, n_units, units, work);
@@ -3137,16 +3132,16 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
     uint32_t next = at < last ? at : last;
     raw<ROCQ_Q8_0> r_x;
     raw<F> r_w[ROWS];
-    const auto load = [&](uint32_t u) {
-        if constexpr (!ROW) r_x = load_raw<ROCQ_Q8_0>(x0, column[0] + u);
+    if constexpr (!ROW && EARLY) r_x = load_raw<ROCQ_Q8_0>(x0, column[0] + next);
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) r_w[r] = matvec_load(rows, r, u);
-        loads_issued();
-    };
-    if constexpr (EARLY) load(next);
+    for (int r = 0; EARLY && r < ROWS; r++) r_w[r] = matvec_load(rows, r, next);
+    loads_issued();
 #pragma unroll EARLY ? 1 : UNROLLED
     for (; at < work.count; at += work.step) {
-        if constexpr (!EARLY) load(at);
+        if constexpr (!ROW && !EARLY) r_x = load_raw<ROCQ_Q8_0>(x0, column[0] + at);
+#pragma unroll
+        for (int r = 0; !EARLY && r < ROWS; r++) r_w[r] = matvec_load(rows, r, at);
+        if constexpr (!EARLY) loads_issued();
         next = at + work.step < last ? at + work.step : last;
         matvec_unit<F> u[ROWS];
         // Formats that are only read are decoded ahead of the loop over columns: with that inside
@@ -3263,12 +3258,12 @@ DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_u
 // As matvec_f32_sums, for F32, F16 and BF16. It goes by 16-byte vectors, or by elements where a row
 // is not a whole number of vectors or not aligned. On an H200 with one column a loop that uses what
 // it has just loaded, four times unrolled, takes 0.98 of the time at 4096 x 4096.
-template <int F, int N>
+template <int F, int N, int FROM>
 DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const matvec_work &work,
                            float *sums) {
     enum {
         ROWS = ROCQ_K_MATVEC_ROWS, ELEMS = vector_elems<F>(), SIZE = 16 / ELEMS,
-        EARLY = !WMMA_TILES || N > 1 // whether w is loaded a step ahead
+        EARLY = !WMMA_TILES || N > 1 || FROM == X_OF_EXPERTS // whether w is loaded a step ahead
     };
     const char *column[N], *row[ROWS];
 #pragma unroll
@@ -3330,7 +3325,7 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
 
 // One wave's share of a product: ROWS rows from `row` on, over k_wave's steps of K. The sums go to
 // out[pass][wave][ROWS c + r], with out at this wave; pass 0 is w and pass 1 is w2.
-template <int F, int N, bool INT8, bool ROW>
+template <int F, int N, bool INT8, int FROM>
 DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
                          int k_wave, int k_step, const u32x4 *row_x, float *out) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N };
@@ -3348,8 +3343,8 @@ DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weight
         float sums[ROWS * N];
 #pragma unroll
         for (int i = 0; i < ROWS * N; i++) sums[i] = 0.0f;
-        if constexpr (INT8) matvec_int8_sums<F, N, ROW>(a, w, p.n_units, row_x, work, sums);
-        else if constexpr (is_plain<F>()) matvec_plain_sums<F, N>(a, w, work, sums);
+        if constexpr (INT8) matvec_int8_sums<F, N, FROM>(a, w, p.n_units, row_x, work, sums);
+        else if constexpr (is_plain<F>()) matvec_plain_sums<F, N, FROM>(a, w, work, sums);
         else matvec_f32_sums<F, N>(a, w, p.n_units, work, sums);
         const float sum = wave_sums<SLOT, 1>(sums);
         if (lane_index() < SLOT) lput(out + pass * ROCQ_K_MATVEC_WAVES * SLOT + lane_index(), sum);
@@ -3358,12 +3353,12 @@ DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weight
 
 // matvec_products where F may stand for several formats: branches to the product's format.
 enum { MATVEC_MIXED = -1, MATVEC_LOW = -2 }; // LOW: the formats of ROCQ_K_LOW_FORMATS
-template <int F, int N, bool INT8, bool ROW>
+template <int F, int N, bool INT8, int FROM>
 DEV void matvec_share(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
                       int k_wave, int k_step, const u32x4 *row_x, float *out) {
-#define ROCQ_X(X, f)                                                                 \
-    case ROCQ_K_ID_##f:                                                              \
-        matvec_products<ROCQ_K_ID_##f, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out); \
+#define ROCQ_X(X, f)                                                                      \
+    case ROCQ_K_ID_##f:                                                                   \
+        matvec_products<ROCQ_K_ID_##f, N, INT8, FROM>(a, p, row, k_wave, k_step, row_x, out); \
         break;
     if constexpr (F == MATVEC_MIXED) {
         switch (p.format) {
@@ -3374,7 +3369,7 @@ DEV void matvec_share(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &
         int32_t format = p.format;
 #define ROCQ_X_LOW(X, f)                                                                         \
     if (format == ROCQ_K_ID_##f) {                                                               \
-        matvec_products<ROCQ_K_ID_##f, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);     \
+        matvec_products<ROCQ_K_ID_##f, N, INT8, FROM>(a, p, row, k_wave, k_step, row_x, out);    \
         return;                                                                                  \
     }                                                                                            \
     held(format);
@@ -3386,7 +3381,7 @@ DEV void matvec_share(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &
         default: break;
         }
     } else {
-        matvec_products<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
+        matvec_products<F, N, INT8, FROM>(a, p, row, k_wave, k_step, row_x, out);
     }
 #undef ROCQ_X
 }
@@ -3910,7 +3905,8 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
         const float sum = matvec_low_sum<ROW>(a, row_x, row, first);
         if (lane_index() == 0) lput(out, sum);
     } else {
-        matvec_share<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
+        constexpr int x = ROW ? X_IN_LDS : X_IN_MEMORY;
+        matvec_share<F, N, INT8, x>(a, p, row, k_wave, k_step, row_x, out);
     }
     if constexpr (LOW) {
         matvec_meet();
@@ -3926,21 +3922,22 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
 // The occupancy in waves a SIMD that the compiler has to allow for. It is the most for which
 // NVIDIA's compiler does not spill in the loop (8 waves: 64 registers a thread), but READ spills
 // some: IQ2_XXS at 4096x4096 takes 7.9 us so, and 10.1 with 6 waves (H200). On gfx11 all kernels
-// need far fewer registers than it permits. With 6 waves instead of 8 a kernel that reads x from
-// memory takes 0.91 of the time at 4096 x 14336 in Q4_K, since it has more loads under way at once
-// (H200); a matvec_row, whose blocks are often too many for that, 1.24 times at 14336 x 4096.
-constexpr int matvec_waves(int format, int n, bool int8, bool row) {
+// need far fewer registers than it permits. With 6 waves instead of 8 what matvec_unrolled unrolls
+// with x in memory has more loads under way: Q4_K at 4096x14336 takes 12.7 us instead of 16.7. A
+// matvec_row, which has more blocks, takes 13.8 instead of 11.3 at 14336x4096 (H200).
+constexpr int matvec_waves(int format, int n, bool int8, int x) {
     const bool plain = format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16;
     if (!int8 && !plain) return n == 1 ? 4 : 2;
     // Two columns at 14336x4096 on an H100: Q4_0 16.9 us, Q6_K 22.7; with 6 waves 21.2 and 27.5
     if (n > 1 || format == MATVEC_MIXED) return 4;
-    const bool from_memory = WMMA_TILES && !row && !plain && format != READ;
-    return from_memory || format == ROCQ_Q5_K ? 6 : 8;
+    if (plain || format == READ) return 8;
+    const bool loads = x == X_IN_MEMORY && matvec_unrolled(format, n, x) > 0;
+    return loads || format == ROCQ_Q5_K ? 6 : 8;
 }
 
 #define ROCQ_X(n, f, type, is_int8)                                        \
     KERNEL_WAVES(matvec_##type##_##f##_n##n, rocq_k_matvec_args, 256,      \
-                 matvec_waves(ROCQ_K_ID_##f, n, is_int8, false)) {         \
+                 matvec_waves(ROCQ_K_ID_##f, n, is_int8, X_IN_MEMORY)) {   \
         matvec_block<ROCQ_K_ID_##f, n, is_int8>(a);                        \
     }
 #define ROCQ_X_INT8(X, f) \
@@ -3951,12 +3948,12 @@ ROCQ_K_CODED_FORMATS(ROCQ_X_INT8, ROCQ_X)
 ROCQ_X(1, read, int8, true)
 ROCQ_X(8, read, int8, true)
 KERNEL_WAVES(matvec_int8_mixed_n1, rocq_k_matvec_args, 256,
-             matvec_waves(MATVEC_MIXED, 1, true, false)) {
+             matvec_waves(MATVEC_MIXED, 1, true, X_IN_MEMORY)) {
     matvec_block<MATVEC_MIXED, 1, true>(a);
 }
 #define ROCQ_X_ROW(X, f)                                                                         \
     KERNEL_WAVES(matvec_row_##f, rocq_k_matvec_args, 256,                                        \
-                 matvec_waves(ROCQ_K_ID_##f, 1, true, true)) {                                   \
+                 matvec_waves(ROCQ_K_ID_##f, 1, true, X_IN_LDS)) {                               \
         matvec_block<ROCQ_K_ID_##f, 1, true, true>(a);                                           \
     }
 ROCQ_K_INT8_FORMATS(ROCQ_X_ROW, )
@@ -4074,8 +4071,9 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
                     // Those follow from row alone, so the compiler would compute all of them ahead
                     // of both loops and spill 32 scalar registers; hiding row's value prevents it.
                     const int own_row = F == READ ? recomputed_scalar(row) : row;
-                    matvec_share<F, 1, INT8, false>(one, p, own_row, sums_up ? 0 : part, a.k_step,
-                                                    0, out + pass * WAVES * ROWS);
+                    matvec_share<F, 1, INT8, X_OF_EXPERTS>(one, p, own_row, sums_up ? 0 : part,
+                                                           a.k_step, 0,
+                                                           out + pass * WAVES * ROWS);
                 }
             }
             if (!sums_up) break;
@@ -4121,7 +4119,7 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
 // With one column matvec's plain formats and READ have 8 waves; here that has not been measured.
 constexpr int experts_waves(int format, bool int8) {
     const bool plain = format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16;
-    return plain || format == READ ? 6 : matvec_waves(format, 1, int8, false);
+    return plain || format == READ ? 6 : matvec_waves(format, 1, int8, X_OF_EXPERTS);
 }
 #define ROCQ_X(f, type, is_int8)                                  \
     KERNEL_WAVES(experts_##type##_##f, rocq_k_experts_args, 256,  \
