@@ -325,8 +325,10 @@ static void check_part(const problem *a, int simd, int64_t m0, int64_t m, int64_
         p.lora_scale = a->s.lora_scale;
     }
     rocq_ctx *ctx = contexts[simd][1];
-    static int turn; // the shapes of one_format come in eights: each meets each tier
-    use_tier(ROCQ_CPU_SIMD + (turn + turn / 8) % 4);
+    // The parts of one_format come in 32, in fours of eights: from problem to problem each meets
+    // another tier.
+    static int turn;
+    use_tier(ROCQ_CPU_SIMD + (turn + turn / 8 + turn / 32) % 4);
     turn++;
     inside_spoil_scratch(ctx);
     assert_int_equal(rocq_matmul(ctx, &p), ROCQ_OK);
@@ -410,6 +412,62 @@ static void tiles(void **state) {
             solve(&b);
             destroy(&b);
         }
+    }
+}
+
+// Two and three columns, whose panels are decoded by the blocks of the pass for one where a format
+// has such a decoder: whole pairs of panels, whole tiles and rows left over, K of one block, of
+// four and of more than a segment. A column has the bits that it has alone, and products of a
+// chain, one of them with a w2 of another format, have those of the products by themselves.
+static void few_columns(void **state) {
+    static const int64_t ms[] = {16, 37, 150};
+    (void)state;
+    for (int i = 0; i < 18 * N_FORMATS; i++) {
+        const rocq_format format = all_formats[i / 18];
+        const rocq_format other = all_formats[(i / 18 + 1) % N_FORMATS];
+        if (!has_int8(format)) continue;
+        const int64_t elems = block_elems(format), ks[] = {elems, 4 * elems, 768};
+        const shape s = {.w = format, .x = ROCQ_F32, .m = ms[i % 3], .n = 2 + i / 3 % 2,
+                         .k = ks[i / 6 % 3], .w_layout = (box_layout)(i % 2),
+                         .x_layout = BOX_STRIDED, .y_layout = BOX_STRIDED};
+        problem a = make(s);
+        solve(&a);
+        for (int64_t c = 0; c < s.n; c++) {
+            for (int tier = 0; tier < 4; tier++) check_part(&a, 1, 0, s.m, c, 1);
+        }
+        if (has_int8(other) && s.k % block_elems(other) == 0) {
+            const shape s2 = {.w = other, .x = ROCQ_F32, .m = s.m, .n = s.n, .k = s.k,
+                              .y_layout = BOX_STRIDED};
+            problem b = make(s2);
+            box both = box_make(BOX_STRIDED, ROCQ_F32, s.m, s.n, 1, 1);
+            box *alone = &b.y, *out[2] = {&both, &a.y};
+            set_params(&b);
+            b.p.x = &a.x.t;
+            run(1, ROCQ_OP_MATMUL, &b.p, &alone, 1);
+            box_read(&a.y);
+            box_read(&b.y);
+            double *want = (double *)malloc((size_t)a.y.count * 2 * sizeof(double));
+            assert_non_null(want);
+            for (int64_t e = 0; e < a.y.count; e++) { // as floats are multiplied
+                want[e] = (double)((float)a.y.value[e] * (float)b.y.value[e]);
+                want[a.y.count + e] = a.y.value[e];
+            }
+            rocq_matmul_params p[2] = {a.p, a.p};
+            p[0].y = &both.t;
+            p[0].w2 = &b.w.t;
+            p[0].next = &p[1];
+            run(1, ROCQ_OP_MATMUL, p, out, 2);
+            for (int j = 0; j < 2; j++) {
+                box_read(out[j]);
+                box_check_outside(out[j]);
+                assert_true(same_bytes(out[j]->value, want + j * a.y.count,
+                                       a.y.count * (int64_t)sizeof(double)));
+            }
+            free(want);
+            box_free(&both);
+            destroy(&b);
+        }
+        destroy(&a);
     }
 }
 
@@ -1281,7 +1339,8 @@ int main(void) {
         cmocka_unit_test(interleaved_rows), cmocka_unit_test(interleaved_rows_are_decoded),
         cmocka_unit_test(interleaved_rows_are_not_copied),
         cmocka_unit_test(interleaved_rows_that_are_refused),
-        cmocka_unit_test(tiles), cmocka_unit_test(long_rows_of_floats),
+        cmocka_unit_test(tiles), cmocka_unit_test(few_columns),
+        cmocka_unit_test(long_rows_of_floats),
         cmocka_unit_test(only_streams_are_taken_together),
         cmocka_unit_test(a_share_reads_its_first_rows_first),
         cmocka_unit_test(outliers),
