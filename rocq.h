@@ -11073,10 +11073,11 @@ ROCQ__DOT_ROW(bf16, BF16)
 // columns, whose sums of eight rows do not fit the registers, four rows are multiplied at once, so
 // that each is converted once and not for half of the columns: F16 is 1.2 and BF16 1.3 times as
 // fast (Emerald Rapids). F32, which needs no conversion, gains nothing. eights, a constant: the
-// panel is F32 at rows->at[0], [k / 8][row][8].
+// panel is F32 at rows->at[0], [k / 8][row][8]. half, too: 0 for all rows, 1 or 2 for four of them.
 ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_some_rows(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows, const rocq_format format, int64_t k,
-    rocq__mm_floats columns, bool fetch, const bool eights, const int top, const int n_rows) {
+    rocq__mm_floats columns, bool fetch, const bool eights, const int half) {
+    const int n_rows = half ? ROCQ__MM_ROWS / 2 : ROCQ__MM_ROWS, top = half == 2 ? n_rows : 0;
     const int64_t bytes = format == ROCQ_F32 ? 4 : 2;
     const unsigned char *at[ROCQ__MM_ROWS];
     __m512 s[8][4]; // of rows 2 p and 2 p + 1
@@ -11137,11 +11138,11 @@ ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_panel(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows, const rocq_format format, int64_t k,
     rocq__mm_floats columns, bool fetch, const bool eights) {
     if (columns.n <= 6) {
-        rocq__dot_some_rows(sums, rows, format, k, columns, fetch, eights, 0, ROCQ__MM_ROWS);
+        rocq__dot_some_rows(sums, rows, format, k, columns, fetch, eights, 0);
         return;
     }
-    rocq__dot_some_rows(sums, rows, format, k, columns, fetch, eights, 0, 4);
-    rocq__dot_some_rows(sums, rows, format, k, columns, fetch, eights, 4, 4);
+    rocq__dot_some_rows(sums, rows, format, k, columns, fetch, eights, 1);
+    rocq__dot_some_rows(sums, rows, format, k, columns, fetch, eights, 2);
 }
 
 #define ROCQ__DOT_ROWS(...) rocq__dot_panel(__VA_ARGS__, false)
