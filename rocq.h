@@ -21450,16 +21450,6 @@ static rocq_k_tensor rocq__k_tensor(const rocq_tensor *t) {
     return k;
 }
 
-// Gives n words that are 0. The kernel must leave them 0: all launches use the same ones.
-static rocq_result rocq__counters_hip(rocq_ctx *ctx, int64_t n, uint32_t **out) {
-    if (n > ROCQ__COUNTERS) {
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%lld counters, there are %d", (long long)n,
-                          (int)ROCQ__COUNTERS);
-    }
-    *out = ctx->gpu->counters;
-    return ROCQ_OK;
-}
-
 // Repacks n_units units of raw blocks, which become the units unit0 and up of planar dst.
 static rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void *raw,
                                     int64_t unit0, int64_t n_units) {
@@ -21511,6 +21501,19 @@ static int32_t rocq__clamp32(int64_t n) {
     return (int32_t)ROCQ__MIN(n, (int64_t)INT32_MAX);
 }
 
+static rocq__site rocq__site_of(int32_t kind, rocq_format format, int64_t m, int64_t k, int64_t n,
+                                int64_t batch) {
+    rocq__site site;
+    memset(&site, 0, sizeof site);
+    site.kind = kind;
+    site.format = (int32_t)format;
+    site.m = rocq__clamp32(m);
+    site.k = rocq__clamp32(k);
+    site.n = rocq__clamp32(n);
+    site.batch = rocq__clamp32(batch);
+    return site;
+}
+
 // -- ops, in the order of ROCQ_OPS --
 
 // Params of the ops that share the launch of the one that follows them (rocq__joins).
@@ -21547,10 +21550,16 @@ static rocq__cost rocq__job_cost(const rocq__job *job, rocq_op op, const void *p
     return cost;
 }
 
-// The cost of an op whose launches are alike. matmul and attention set it themselves.
-static void rocq__job_begin(rocq__job *job, const void *params) {
-    if (job->op == ROCQ_OP_MATMUL || job->op == ROCQ_OP_ATTENTION) return;
-    job->cost = rocq__job_cost(job, job->op, params);
+// Fails the job, unless it has failed before: the GPU cannot do this op.
+ROCQ__PRINTF(2, 3)
+static void rocq__job_refuse(rocq__job *job, const char *format, ...) {
+    char why[256];
+    va_list args;
+    if (job->result != ROCQ_OK) return;
+    va_start(args, format);
+    rocq__message(why, sizeof why, format, args);
+    va_end(args);
+    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: %s", job->name, why);
 }
 
 enum { ROCQ__GRID_Z = 65535 }; // most blocks of a grid in z, as the HIP runtime has it
@@ -21560,8 +21569,7 @@ static void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t
                              int threads, void *args) {
     if (job->result != ROCQ_OK) return;
     if (grid_x > INT32_MAX || grid_z > ROCQ__GRID_Z) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: a grid of %lld x %lld blocks",
-                                 job->name, (long long)grid_x, (long long)grid_z);
+        rocq__job_refuse(job, "a grid of %lld x %lld blocks", (long long)grid_x, (long long)grid_z);
     } else if (job->planning) {
         if (job->ctx->gpu->would_launch && grid_x > 0) job->ctx->gpu->would_launch[kernel] = true;
     } else {
@@ -21599,13 +21607,37 @@ static rocq_tensor rocq__job_tensor(rocq__job *job, rocq_format format, rocq_lay
     return t;
 }
 
+// F32 without gaps in scratch memory.
+static rocq_tensor rocq__job_floats(rocq__job *job, const int64_t ne[4]) {
+    return rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
+}
+
+// The address of scratch memory for n0 n1 n2 n3 floats.
+static float *rocq__job_work(rocq__job *job, int64_t n0, int64_t n1, int64_t n2, int64_t n3) {
+    const int64_t ne[4] = {n0, n1, n2, n3};
+    const rocq_tensor work = rocq__job_floats(job, ne);
+    return (float *)rocq__device_data(&work);
+}
+
+// y itself, or F32 in scratch memory where y is Q8_0, for a kernel that cannot write that.
+static rocq_tensor rocq__job_floats_for(rocq__job *job, const rocq_tensor *y) {
+    return y->format == ROCQ_Q8_0 ? rocq__job_floats(job, y->ne) : *y;
+}
+
+// The address of n words that are 0. The kernel must leave them 0: all launches use the same ones.
+static uint32_t *rocq__job_counters(rocq__job *job, int64_t n) {
+    if (n > ROCQ__COUNTERS) {
+        rocq__job_refuse(job, "%lld counters, there are %d", (long long)n, (int)ROCQ__COUNTERS);
+    }
+    return job->ctx->gpu->counters;
+}
+
 // Kernels count the elements of a row, and some beyond its end, in 32 bits.
 enum { ROCQ__ROW_ELEMS = 1 << 30 };
 
 static void rocq__job_row(rocq__job *job, int64_t ne0) {
-    if (job->result != ROCQ_OK || ne0 <= ROCQ__ROW_ELEMS) return;
-    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: rows of %lld elements, over %d",
-                             job->name, (long long)ne0, (int)ROCQ__ROW_ELEMS);
+    if (ne0 <= ROCQ__ROW_ELEMS) return;
+    rocq__job_refuse(job, "rows of %lld elements, over %d", (long long)ne0, (int)ROCQ__ROW_ELEMS);
 }
 
 static bool rocq__is_plain(rocq_format format) {
@@ -21618,10 +21650,7 @@ static int64_t rocq__item_blocks(rocq__job *job, const rocq_tensor *t, int64_t r
                                  int64_t share) {
     int64_t n;
     if (!rocq__mul(rocq__n_rows(t), (row_size + share - 1) / share, &n) || n > UINT32_MAX - 256) {
-        if (job->result == ROCQ_OK) {
-            job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                     "%s: too many elements for one launch", job->name);
-        }
+        rocq__job_refuse(job, "too many elements for one launch");
         return 0;
     }
     return (n + 255) / 256;
@@ -21696,10 +21725,9 @@ static void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_t
     } else if (y->format == x->format && planar_y && !hadamard) {
         rocq__job_repack(job, y, x);
     } else if (!encodes || (y->format == x->format && planar_x)) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: no GPU kernel makes %s%s from %s%s",
-                       job->name, planar_y ? "planar " : "", rocq_format_name(y->format),
-                       planar_x ? "planar " : "", rocq_format_name(x->format));
+        rocq__job_refuse(job, "no GPU kernel makes %s%s from %s%s", planar_y ? "planar " : "",
+                         rocq_format_name(y->format), planar_x ? "planar " : "",
+                         rocq_format_name(x->format));
     } else if (rocq__is_plain(x->format)) {
         rocq__job_cast_map(job, y, x);
     } else if (rocq__is_plain(y->format) && !hadamard) {
@@ -21707,7 +21735,7 @@ static void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_t
     } else {
         rocq_tensor floats = *y;
         if (y->format != ROCQ_F32) {
-            floats = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, x->ne, x->ne[0]);
+            floats = rocq__job_floats(job, x->ne);
         }
         floats.layout = rocq__is_hadamard(x) ? ROCQ_LAYOUT_HADAMARD : ROCQ_LAYOUT_GGUF;
         rocq__job_convert(job, &floats, x);
@@ -21749,6 +21777,12 @@ static int rocq__k_int8_format(rocq_format format) {
     const int i = rocq__k_format(format) - rocq__k_format(ROCQ_Q4_0);
     const int n = rocq__k_format((rocq_format)ROCQ_K_ID_read) - rocq__k_format(ROCQ_Q4_0) + 1;
     return i < n ? ROCQ__MAX(i, -1) : -1;
+}
+
+// Refuses integer products with a weight whose format has no kernels for them.
+static void rocq__job_int8(rocq__job *job, rocq_precision path, const rocq_tensor *w) {
+    if (path != ROCQ_PRECISION_INT8 || rocq__k_int8_format(w->format) >= 0) return;
+    rocq__job_refuse(job, "format %s has no INT8 path on the GPU", rocq_format_name(w->format));
 }
 
 static rocq_precision rocq__product_path(const rocq_ctx *ctx, const rocq_matmul_params *p,
@@ -21906,15 +21940,11 @@ static int32_t rocq__matvec_shift(rocq__job *job, const rocq__product *g, int32_
         rows += w->ne[1];
         bytes += pair * (double)(w->ne[1] * rocq__bytes(w->format, k));
     }
-    rocq__site site;
-    memset(&site, 0, sizeof site);
-    site.kind = ROCQ__KIND_MATVEC;
-    site.format = rocq__products_mix(g, n_products) ? -1 : (int32_t)g->w.format;
+    rocq__site site =
+        rocq__site_of(ROCQ__KIND_MATVEC, g->w.format, rows, k, x->ne[1], 0);
+    if (rocq__products_mix(g, n_products)) site.format = -1;
     site.int8 = g->path == ROCQ_PRECISION_INT8;
     site.with_w2 = g->w2.n_dims > 0;
-    site.m = rocq__clamp32(rows);
-    site.k = (int32_t)k;
-    site.n = (int32_t)x->ne[1];
     site.row_bytes = (int32_t)(bytes / (double)rows);
     const int32_t k_waves = rocq__config_for(job->ctx, &site).k_waves;
     while (1 << k_shift < k_waves) k_shift++;
@@ -22423,14 +22453,8 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, int32_t 
     int64_t m = 0;
     for (int32_t i = 0; i < n_products; i++) m += g[i].w.ne[1];
     rocq__tiles t;
-    rocq__site site;
-    memset(&site, 0, sizeof site);
-    site.kind = ROCQ__KIND_TILES;
-    site.format = (int32_t)w->format;
-    site.m = rocq__clamp32(m);
-    site.k = (int32_t)x->ne[0];
-    site.n = rocq__clamp32(n);
-    site.batch = rocq__clamp32(n_matrices);
+    const rocq__site site =
+        rocq__site_of(ROCQ__KIND_TILES, w->format, m, x->ne[0], n, n_matrices);
     const rocq__chip *chip = rocq__chip_of(job->ctx);
     if (g->path == ROCQ_PRECISION_F16 && rocq__takes_few(chip, &site, x->format)) {
         t.kernel = ROCQ_K_matmul_few_f16_16 + 2 * (w->format == ROCQ_BF16) +
@@ -22461,10 +22485,7 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, int32_t 
     for (int32_t i = 0; i < n_products; i++) {
         rocq_k_matmul_product *p = &args.product[i];
         *p = rocq__tile_product(&g[i], i == 0 ? w : &g[i].w);
-        if (t.n_splits == 1) continue;
-        const int64_t work_ne[4] = {p->m, t.n_splits, n, n_matrices};
-        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, work_ne, p->m);
-        p->work = (float *)rocq__device_data(&work);
+        if (t.n_splits > 1) p->work = rocq__job_work(job, p->m, t.n_splits, n, n_matrices);
     }
     job->used = used;
     rocq__product_grid(job, &t, n_products, n_matrices, &args);
@@ -22538,18 +22559,16 @@ static void rocq__product_adapter(rocq__job *job, rocq__product *g) {
     rocq__product low;
     g->finish = g->has_gate || p->activation != ROCQ_ACT_IDENTITY;
     if (p->softcap > 0.0f) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "matmul: an adapter and a softcap at once on the GPU");
+        rocq__job_refuse(job, "an adapter and a softcap at once on the GPU");
         return;
     }
     if (p->lora_scale != 0.0f && p->lora_scale != 1.0f) {
-        t = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, t.ne, t.ne[0]);
+        t = rocq__job_floats(job, t.ne);
         const rocq_scale_params scale = {&t, p->lora_t, p->lora_scale, 0.0f, ROCQ_ACT_IDENTITY};
         job->cost = rocq__job_cost(job, ROCQ_OP_SCALE, &scale);
         rocq__job_map_launch(job, ROCQ_OP_SCALE, &scale);
     }
-    const rocq_tensor sum =
-        rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+    const rocq_tensor sum = rocq__job_floats(job, p->y->ne);
     memset(&other, 0, sizeof other);
     other.y = &sum;
     other.w = p->lora_b;
@@ -22562,15 +22581,13 @@ static void rocq__product_adapter(rocq__job *job, rocq__product *g) {
     rocq__product_launch(job, &low, 1, &operand);
     g->residual = sum;
     g->has_residual = true;
-    if (!g->finish) return;
-    g->y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+    if (g->finish) g->y = rocq__job_floats(job, p->y->ne);
 }
 
 // w2 x becomes a product of its own, whose result is the gate of w x.
 static void rocq__product_second(rocq__job *job, const rocq_matmul_params *p, const rocq_tensor *x,
                                  rocq__product *g) {
-    const rocq_tensor made =
-        rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+    const rocq_tensor made = rocq__job_floats(job, p->y->ne);
     rocq_matmul_params other;
     rocq__product second;
     memset(&other, 0, sizeof other);
@@ -22596,11 +22613,8 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
     g->path = rocq__product_path(job->ctx, p, p->w);
     const bool few = rocq__is_few(p->x, g->path);
     g->w = rocq__product_w(job, p->w);
-    g->y = *p->y;
     // A block of a matvec computes whole blocks of a Q8_0 y, but a tile does not.
-    if (p->y->format == ROCQ_Q8_0 && !few) {
-        g->y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
-    }
+    g->y = few ? *p->y : rocq__job_floats_for(job, p->y);
     g->has_gate = p->gate != NULL;
     g->has_residual = p->residual != NULL;
     if (p->gate) g->gate = *p->gate;
@@ -22646,15 +22660,12 @@ static int32_t rocq__product_run(const rocq_ctx *ctx, const rocq_matmul_params *
 
 // Whether all of a chain's products in F16 are a matmul_few that reads x in F32.
 static bool rocq__few_floats(const rocq_ctx *ctx, const rocq_matmul_params *chain) {
-    rocq__site site;
-    memset(&site, 0, sizeof site);
-    site.k = (int32_t)chain->x->ne[0];
-    site.n = rocq__clamp32(chain->x->ne[1]);
+    const int64_t k = chain->x->ne[0], n = chain->x->ne[1];
     for (const rocq_matmul_params *p = chain; p; p = p->next) {
         for (int i = 0; i < 2; i++) {
             const rocq_tensor *w = i == 0 ? p->w : p->w2;
             if (!w || rocq__product_path(ctx, p, w) != ROCQ_PRECISION_F16) continue;
-            site.format = (int32_t)w->format;
+            const rocq__site site = rocq__site_of(ROCQ__KIND_TILES, w->format, w->ne[1], k, n, 1);
             if (!rocq__takes_few(rocq__chip_of(ctx), &site, ROCQ_F32)) return false;
         }
     }
@@ -22673,15 +22684,13 @@ static void rocq__job_matmul(rocq__job *job, const void *params) {
         p = &low;
     }
     if (p->x->ne[0] > ROCQ__MATMUL_K) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "matmul: K %lld is over %d on the GPU",
-                       (long long)p->x->ne[0], (int)ROCQ__MATMUL_K);
+        rocq__job_refuse(job, "K %lld is over %d on the GPU", (long long)p->x->ne[0],
+                         (int)ROCQ__MATMUL_K);
         return;
     }
     if (p->x->ne[2] * p->x->ne[3] > ROCQ__MATMUL_BATCHES) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "matmul: %lld x %lld batches on the GPU",
-                       (long long)p->x->ne[2], (long long)p->x->ne[3]);
+        rocq__job_refuse(job, "%lld x %lld batches on the GPU", (long long)p->x->ne[2],
+                         (long long)p->x->ne[3]);
         return;
     }
     const rocq_tensor *row = job->before && job->before->norm ? job->before->norm->x : p->x;
@@ -22691,12 +22700,8 @@ static void rocq__job_matmul(rocq__job *job, const void *params) {
             const rocq_tensor *w = i == 0 ? q->w : q->w2;
             if (!w) continue;
             const rocq_precision path = rocq__product_path(job->ctx, q, w);
-            if (path == ROCQ_PRECISION_INT8 && rocq__k_int8_format(w->format) < 0) {
-                job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                         "matmul: format %s has no INT8 path on the GPU",
-                                         rocq_format_name(w->format));
-                return;
-            }
+            rocq__job_int8(job, path, w);
+            if (job->result != ROCQ_OK) return;
             if (path == ROCQ_PRECISION_INT8 && rows) x[path] = *row;
             else if (!have[path] && path == ROCQ_PRECISION_F16 && rocq__few_floats(job->ctx, p)) {
                 x[path] = rocq__product_x(job, p->x, ROCQ_PRECISION_F32);
@@ -22721,9 +22726,8 @@ static void rocq__job_rotation(rocq__job *job, const rocq_rope_config *p, const 
                                int64_t head_dim, rocq_k_rotation *args) {
     const int64_t n_dims = rocq__rope_dims(p, head_dim);
     if (n_dims > ROCQ__ROPE_DIMS) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: n_dims %lld is over %d on the GPU",
-                       job->name, (long long)n_dims, (int)ROCQ__ROPE_DIMS);
+        rocq__job_refuse(job, "n_dims %lld is over %d on the GPU", (long long)n_dims,
+                         (int)ROCQ__ROPE_DIMS);
         return;
     }
     rocq__job_row(job, head_dim);
@@ -22822,16 +22826,11 @@ static int rocq__head_size(int64_t head_dim) {
 }
 
 static rocq__site rocq__attention_site(const rocq_attention_params *p) {
-    const int64_t n_kv = rocq__attention_positions(p);
-    rocq__site site;
-    memset(&site, 0, sizeof site);
-    site.kind = ROCQ__KIND_ATTENTION;
-    site.format = (int32_t)p->k->format;
+    rocq__site site = rocq__site_of(ROCQ__KIND_ATTENTION, p->k->format,
+                                    p->q->ne[1] / p->k->ne[1] * p->q->ne[2],
+                                    rocq__head_dims[rocq__head_size(p->q->ne[0])],
+                                    rocq__attention_positions(p), p->k->ne[1] * p->q->ne[3]);
     site.format2 = (int32_t)p->v->format;
-    site.m = rocq__clamp32(p->q->ne[1] / p->k->ne[1] * p->q->ne[2]);
-    site.k = rocq__head_dims[rocq__head_size(p->q->ne[0])];
-    site.n = rocq__clamp32(n_kv);
-    site.batch = rocq__clamp32(p->k->ne[1] * p->q->ne[3]);
     return site;
 }
 
@@ -23044,14 +23043,11 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     const rocq_attention_params *p = (const rocq_attention_params *)params;
     const int64_t group = p->q->ne[1] / p->k->ne[1], columns = group * p->q->ne[2];
     if (job->ctx->desc.precision == ROCQ_PRECISION_F32) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "attention: the context is to compute in F32, the GPU has F16");
+        rocq__job_refuse(job, "the context is to compute in F32, the GPU has F16");
         return;
     }
     if (columns > INT32_MAX / 2 || columns * group > UINT32_MAX) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                       "attention: %lld queries in a group on the GPU", (long long)columns);
+        rocq__job_refuse(job, "%lld queries in a group on the GPU", (long long)columns);
         return;
     }
     const rocq__attention_grid g = rocq__attention_cut(job->ctx, p);
@@ -23064,8 +23060,7 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
         if (job->result != ROCQ_OK) return;
     }
     if (args.k.stride[1] > UINT32_MAX || args.v.stride[1] > UINT32_MAX) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "attention: KV rows 4 GiB apart on the GPU");
+        rocq__job_refuse(job, "KV rows 4 GiB apart on the GPU");
         return;
     }
     if (g.runs > 0 ? g.runs > 1 : g.n_splits > 1) { // for O, m and l of each column
@@ -23073,11 +23068,8 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
         const int64_t of_step[4] = {size, 1, p->q->ne[1] * p->q->ne[3], g.runs};
         const int64_t of_tiles[4] = {size, g.tile, g.blocks, g.n_splits};
         const int64_t *ne = g.runs > 0 ? of_step : of_tiles;
-        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, size);
-        args.work = (float *)rocq__device_data(&work);
-        if (!job->planning && job->result == ROCQ_OK) {
-            job->result = rocq__counters_hip(job->ctx, ne[2], &args.counter);
-        }
+        args.work = rocq__job_work(job, ne[0], ne[1], ne[2], ne[3]);
+        args.counter = rocq__job_counters(job, ne[2]);
     }
     job->cost = rocq__attention_most(job, p, g.n_tiles);
     rocq__job_launch(job, g.kernel, g.blocks * g.n_splits, 1, g.threads, &args);
@@ -23219,7 +23211,6 @@ static void rocq__job_argmax(rocq__job *job, const void *params) {
 static void rocq__job_sample(rocq__job *job, const void *params) {
     const rocq_sample_params *p = (const rocq_sample_params *)params;
     const int64_t n = p->logits->ne[0];
-    const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->logits->ne, n);
     const double draw = rocq__uniform(p->seed, p->step);
     rocq_k_sample_args args;
     rocq__job_row(job, n);
@@ -23229,7 +23220,7 @@ static void rocq__job_sample(rocq__job *job, const void *params) {
     args.logits = (const float *)rocq__device_data(p->logits);
     args.recent = (const int32_t *)rocq__device_data(p->recent);
     args.allowed = (const int32_t *)rocq__device_data(p->allowed);
-    args.work = (float *)rocq__device_data(&work);
+    args.work = rocq__job_work(job, n, 1, 1, 1);
     args.n_vocab = (int32_t)n;
     args.n_recent = p->recent ? (int32_t)p->recent->ne[0] : 0;
     args.temperature = p->temperature;
@@ -23257,10 +23248,7 @@ static bool rocq__k_wide(const rocq_tensor *t) {
 
 // w as the kernels read it: F16 without gaps, 16-byte aligned.
 static rocq_tensor rocq__conv_w(rocq__job *job, const rocq_tensor *w) {
-    if (w->format == ROCQ_F16 && rocq_tensor_contiguous(w) &&
-        (uintptr_t)rocq__device_data(w) % 16 == 0) {
-        return *w;
-    }
+    if (w->format == ROCQ_F16 && rocq_tensor_contiguous(w) && rocq__aligned16(w)) return *w;
     const rocq_tensor halves = rocq__job_tensor(job, ROCQ_F16, ROCQ_LAYOUT_GGUF, w->ne, w->ne[0]);
     rocq__job_convert(job, &halves, w);
     return halves;
@@ -23461,14 +23449,12 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     const rocq__conv_shape s = rocq__conv_shape_of(p);
     const rocq_precision asked = rocq__asked(job->ctx, p->precision);
     if (asked == ROCQ_PRECISION_F32 || asked == ROCQ_PRECISION_INT8) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "conv: %s is asked for, the GPU computes in F16",
-                                 asked == ROCQ_PRECISION_F32 ? "F32" : "INT8");
+        rocq__job_refuse(job, "%s is asked for, the GPU computes in F16",
+                         asked == ROCQ_PRECISION_F32 ? "F32" : "INT8");
         return;
     }
     if (s.k > ROCQ__MATMUL_K || s.m > INT32_MAX / 4 || s.w > INT32_MAX / 4 || s.h > INT32_MAX / 4) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "conv: a shape too large for the GPU");
+        rocq__job_refuse(job, "a shape too large for the GPU");
         return;
     }
     const rocq__cost cost = job->cost;
@@ -23488,8 +23474,7 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     args.tiles_y = (int32_t)((y_h + ROCQ_K_CONV_H - 1) / ROCQ_K_CONV_H);
     const double all = (double)(n_kernels * args.tiles_m) * args.tiles_x * args.tiles_y * 16.0;
     if (all > INT32_MAX) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "conv: a shape too large for the GPU");
+        rocq__job_refuse(job, "a shape too large for the GPU");
         return;
     }
     const rocq__chip *chip = rocq__chip_of(job->ctx);
@@ -23517,9 +23502,8 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     args.n_splits = rocq__conv_splits(at_once, tiles, (int64_t)args.kt * args.slices,
                                       ROCQ__MAX(most, (int64_t)1));
     if (args.n_splits > 1) {
-        const int64_t ne[4] = {s.m, args.n_splits, p->y->ne[1] * p->y->ne[2], frames};
-        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, s.m);
-        args.work = (float *)rocq__device_data(&work);
+        args.work =
+            rocq__job_work(job, s.m, args.n_splits, p->y->ne[1] * p->y->ne[2], frames);
     }
     job->cost = cost;
     const int any = (tile_m == 128  ? ROCQ_K_conv_f32_128
@@ -23559,8 +23543,7 @@ static void rocq__job_norm_stats(rocq__job *job, const void *params) {
     const int64_t at_once = 256 / ((ROCQ__MIN(x->ne[0], (int64_t)256) + 7) / 8); // positions
     const int64_t units = rocq__chip_of(job->ctx)->n_units;
     if (positions > INT32_MAX) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "norm_stats: a frame of %lld positions", (long long)positions);
+        rocq__job_refuse(job, "a frame of %lld positions", (long long)positions);
         return;
     }
     // As many shares as fill the chip, but 16 elements a thread at least; then, if need be, more,
@@ -23572,9 +23555,7 @@ static void rocq__job_norm_stats(rocq__job *job, const void *params) {
     args.group = (int32_t)(x->ne[0] / groups);
     args.packed = x->ne[2] == 1 || x->stride[2] == x->ne[1] * x->stride[1];
     args.wide = rocq__k_wide(x);
-    const int64_t ne[4] = {2 * x->ne[0], args.n_shares, x->ne[3], 1};
-    const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
-    args.work = (float *)rocq__device_data(&work);
+    args.work = rocq__job_work(job, 2 * x->ne[0], args.n_shares, x->ne[3], 1);
     rocq__job_launch(job, ROCQ_K_norm_stats, blocks * args.n_shares, x->ne[3], 256, &args);
     rocq__job_launch(job, ROCQ_K_norm_stats_merge, groups, x->ne[3], 256, &args);
 }
@@ -23649,9 +23630,7 @@ static void rocq__job_router(rocq__job *job, const rocq_route_params *p) {
     if (before->coded) args.matvec.row.y = rocq__device_data(before->coded->y);
     args.route = rocq__route_args(p);
     args.x = (float *)rocq__device_data(before->norm->y);
-    if (!job->planning && job->result == ROCQ_OK) {
-        job->result = rocq__counters_hip(job->ctx, 1, &args.counter);
-    }
+    args.counter = rocq__job_counters(job, 1);
     rocq__job_launch(job, ROCQ_K_router, args.n_blocks + 1, 1, 256, &args);
 }
 
@@ -23742,16 +23721,8 @@ static void rocq__experts_matvec(rocq__job *job, const rocq__expert_product *g) 
         rocq__experts_weights(&args, g->p);
         while (k_waves < ROCQ_K_MATVEC_WAVES && k_waves < g->n_slots) k_waves *= 2;
     } else if (g->y.format != ROCQ_Q8_0) { // of which a block has to own whole blocks
-        rocq__site site;
-        memset(&site, 0, sizeof site);
-        site.kind = ROCQ__KIND_MATVEC;
-        site.format = (int32_t)g->w.format;
-        site.int8 = int8;
-        site.with_w2 = g->w2.n_dims > 0;
-        site.m = rocq__clamp32(m * g->n_pairs);
-        site.k = (int32_t)k;
-        site.n = 1;
-        site.row_bytes = (int32_t)(rocq__bytes(g->w.format, k) * (site.with_w2 ? 2 : 1));
+        rocq__site site = rocq__site_of(ROCQ__KIND_MATVEC, g->w.format, m * g->n_pairs, k, 1, 0);
+        site.row_bytes = (int32_t)(rocq__bytes(g->w.format, k) * (g->w2.n_dims > 0 ? 2 : 1));
         k_waves = rocq__rule_matvec(rocq__chip_of(job->ctx), &site).k_waves;
     }
     while (1 << args.k_shift < k_waves) args.k_shift++;
@@ -23831,15 +23802,14 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     const int64_t m = g->w.ne[1], n_experts = g->w.ne[2];
     const int64_t columns = rocq__experts_columns(job->ctx, g);
     const int64_t n_tiles = ROCQ_K_EXPERTS_TILES(g->n_pairs, n_experts, columns);
-    const int64_t ints_ne[4] = {g->n_pairs + 4 * n_tiles + n_experts, 1, 1, 1};
-    const rocq_tensor ints = rocq__job_tensor(job, ROCQ_I32, ROCQ_LAYOUT_GGUF, ints_ne, ints_ne[0]);
     rocq_k_experts_args sort = rocq__experts_args(g);
     rocq_k_matmul_args args;
     rocq_k_matmul_product *product = &args.product[0];
     const rocq__cost cost = job->cost, none = {0.0, 0.0, 0.0};
     memset(&args, 0, sizeof args);
     sort.columns = (int32_t)columns;
-    sort.pairs = (int32_t *)rocq__device_data(&ints);
+    sort.pairs = // the lists are integers, as large as floats
+        (int32_t *)(void *)rocq__job_work(job, g->n_pairs + 4 * n_tiles + n_experts, 1, 1, 1);
     sort.tiles = (int32_t *)((uintptr_t)sort.pairs + (uintptr_t)g->n_pairs * 4);
     sort.n_fetched = (int32_t)rocq__experts_n_fetched(job, g);
     if (sort.n_fetched > 0) {
@@ -23889,23 +23859,17 @@ static void rocq__job_experts(rocq__job *job, const void *params) {
     g.n_pairs = g.n_slots * g.n;
     g.path = rocq__experts_choice(job->ctx, ROCQ_BACKEND_GPU, p, p->w).precision;
     if (p->w2 && p->w2->format != p->w->format) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "experts: w is in %s and w2 in %s on the GPU",
-                                 rocq_format_name(p->w->format), rocq_format_name(p->w2->format));
+        rocq__job_refuse(job, "w is in %s and w2 in %s on the GPU",
+                         rocq_format_name(p->w->format), rocq_format_name(p->w2->format));
         return;
     }
     if (p->w->ne[0] > ROCQ__MATMUL_K || p->w->ne[1] > INT32_MAX / ROCQ_K_MATMUL_M) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "experts: w of %lld x %lld on the GPU", (long long)p->w->ne[0],
-                                 (long long)p->w->ne[1]);
+        rocq__job_refuse(job, "w of %lld x %lld on the GPU", (long long)p->w->ne[0],
+                         (long long)p->w->ne[1]);
         return;
     }
-    if (g.path == ROCQ_PRECISION_INT8 && rocq__k_int8_format(p->w->format) < 0) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "experts: format %s has no INT8 path on the GPU",
-                                 rocq_format_name(p->w->format));
-        return;
-    }
+    rocq__job_int8(job, g.path, p->w);
+    if (job->result != ROCQ_OK) return;
     const bool tiles = g.path == ROCQ_PRECISION_F16;
     g.x = rocq__product_x(job, p->x, g.path);
     g.w = rocq__product_w(job, p->w);
@@ -23925,19 +23889,15 @@ static void rocq__job_experts(rocq__job *job, const void *params) {
     g.y = *p->y;
     if (g.merge) {
         const int64_t ne[4] = {p->w->ne[1], g.n_slots, g.n, 1};
-        g.y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
-    } else if (p->y->format == ROCQ_Q8_0 && (tiles || p->weights)) {
-        g.y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+        g.y = rocq__job_floats(job, ne);
+    } else if (tiles || p->weights) {
+        g.y = rocq__job_floats_for(job, p->y);
     }
     if (tiles) rocq__experts_grid(job, &g);
     else rocq__experts_matvec(job, &g);
     if (g.merge) {
         const rocq_tensor values = g.y;
-        if (p->y->format == ROCQ_Q8_0) {
-            g.y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
-        } else {
-            g.y = *p->y;
-        }
+        g.y = rocq__job_floats_for(job, p->y);
         rocq_k_experts_args args = rocq__experts_args(&g);
         rocq__experts_weights(&args, p);
         args.x = rocq__device_data(&values);
@@ -24020,8 +23980,7 @@ static rocq_tensor rocq__backward_operand(rocq__job *job, const rocq_tensor *x, 
     rocq_tensor whole = *x;
     whole.ne[0] = (x->ne[0] + 7) / 8 * 8;
     if (x->format == to && rocq__wide_rows(exact ? &whole : x)) return *x;
-    const rocq_tensor t =
-        rocq__job_tensor(job, to, ROCQ_LAYOUT_GGUF, x->ne, (x->ne[0] + 7) / 8 * 8);
+    const rocq_tensor t = rocq__job_tensor(job, to, ROCQ_LAYOUT_GGUF, x->ne, whole.ne[0]);
     rocq__job_convert(job, &t, x);
     return t;
 }
@@ -24057,12 +24016,7 @@ static rocq_k_backward_part rocq__backward_part(rocq__job *job,
     part.format = (int32_t)own.format;
     part.wide = rocq__wide_rows(c) && (!part.z.data || rocq__wide_rows(p->z)) &&
                 (of_dw || !p->residual || rocq__wide_rows(p->residual));
-    site->kind = ROCQ__KIND_TILES;
-    site->format = (int32_t)own.format;
-    site->m = part.n_k;
-    site->k = part.n_r;
-    site->n = part.n_rows;
-    site->batch = 1;
+    *site = rocq__site_of(ROCQ__KIND_TILES, own.format, part.n_k, part.n_r, part.n_rows, 1);
     return part;
 }
 
@@ -24111,9 +24065,7 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
                 rocq__lds_best(chip, &rocq__lds_backward, &site[i], -1, &n_splits[i], &ns);
         }
     }
-    if (lds && p->dx && p->dw) {
-        rocq__lds_best_pair(chip, site, tile, n_splits);
-    }
+    if (lds && p->dx && p->dw) rocq__lds_best_pair(chip, site, tile, n_splits);
     int64_t blocks[2] = {0, 0}, merges[2] = {0, 0}, steps[2] = {0, 0};
     double sums = 0.0;
     for (int i = 0; i < 2; i++) {
@@ -24129,11 +24081,8 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
         blocks[i] = (int64_t)part->tiles_k * part->tiles_rows * n_splits[i];
         steps[i] = part->n_r / n_splits[i];
         if (n_splits[i] == 1) continue;
-        const int64_t ne[4] = {part->n_k, n_splits[i], part->n_rows, 1};
-        const int64_t db_ne[4] = {part->n_rows, n_splits[i], 1, 1}; // behind them, sums for db
-        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
-        rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, db_ne, db_ne[0]);
-        part->work = (float *)rocq__device_data(&work);
+        part->work = rocq__job_work(job, part->n_k, n_splits[i], part->n_rows, 1);
+        rocq__job_work(job, part->n_rows, n_splits[i], 1, 1); // behind it, sums for db
         merges[i] = rocq__item_blocks(job, of[i], of[i]->ne[0], 1);
         sums += (double)rocq_tensor_count(of[i]) * n_splits[i];
     }
@@ -24155,14 +24104,12 @@ static void rocq__job_matmul_backward(rocq__job *job, const void *params) {
     const int64_t k = p->dx ? p->dx->ne[0] : p->dw->ne[0], m = p->dy->ne[0], n = p->dy->ne[1];
     const int64_t most = ROCQ__MATMUL_K;
     if (k > most || m > most || n > most) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "matmul_backward: sizes over %d on the GPU", (int)most);
+        rocq__job_refuse(job, "sizes over %d on the GPU", (int)most);
         return;
     }
     if (p->dx && rocq__k_format(p->w->format) == rocq__k_format((rocq_format)ROCQ_K_ID_read)) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "matmul_backward: no GPU kernel for dx through %s, which is only "
-                                 "read", rocq_format_name(p->w->format));
+        rocq__job_refuse(job, "no GPU kernel for dx through %s, which is only read",
+                         rocq_format_name(p->w->format));
         return;
     }
     rocq_format to[2] = {ROCQ_F32, ROCQ_F32};
@@ -24208,21 +24155,16 @@ static void rocq__job_attention_backward(rocq__job *job, const void *params) {
     const int64_t heads = p->k->ne[1] * p->k->ne[3], columns = group * p->q->ne[2];
     int size = 0;
     if (job->ctx->desc.precision == ROCQ_PRECISION_F32) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "%s: the context is to compute in F32, the GPU has F16",
-                                 job->name);
+        rocq__job_refuse(job, "the context is to compute in F32, the GPU has F16");
         return;
     }
     if (dim > 128) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "%s: head size %lld is over 128 on the GPU", job->name,
-                                 (long long)dim);
+        rocq__job_refuse(job, "head size %lld is over 128 on the GPU", (long long)dim);
         return;
     }
     if (columns > INT32_MAX / 2 || n_kv > INT32_MAX / 2) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "%s: %lld queries in a group, %lld positions on the GPU",
-                                 job->name, (long long)columns, (long long)n_kv);
+        rocq__job_refuse(job, "%lld queries in a group, %lld positions on the GPU",
+                         (long long)columns, (long long)n_kv);
         return;
     }
     while (rocq__back_dims[size] < dim) size++;
@@ -24293,12 +24235,8 @@ static void rocq__job_norm_backward(rocq__job *job, const void *params) {
         args.n_shares = (int32_t)ROCQ__MIN((rows + 31) / 32, most);
         args.n_sums = (int32_t)tiles * args.n_shares;
         if (args.n_shares > 1) {
-            const int64_t ne[4] = {256, args.n_sums, 1, 1};
-            const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
-            args.work = (float *)rocq__device_data(&work);
-            if (job->result == ROCQ_OK) {
-                job->result = rocq__counters_hip(job->ctx, tiles, &args.counter);
-            }
+            args.work = rocq__job_work(job, 256, args.n_sums, 1, 1);
+            args.counter = rocq__job_counters(job, tiles);
         }
     }
     const int64_t row_blocks = n > 1024 ? rows : (rows + 7) / 8;
@@ -24372,10 +24310,8 @@ static void rocq__job_grad_norm(rocq__job *job, const void *params) {
     args.n_blocks = (int32_t)ROCQ__MIN((n + 4095) / 4096, most);
     args.max_norm = p->max_norm;
     args.growth_interval = p->growth_interval;
-    const int64_t ne[4] = {args.n_blocks, 1, 1, 1};
-    const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
-    args.work = (float *)rocq__device_data(&work);
-    if (job->result == ROCQ_OK) job->result = rocq__counters_hip(job->ctx, 1, &args.counter);
+    args.work = rocq__job_work(job, args.n_blocks, 1, 1, 1);
+    args.counter = rocq__job_counters(job, 1);
     rocq__job_launch(job, ROCQ_K_grad_norm, args.n_blocks, 1, 256, &args);
 }
 
@@ -26001,12 +25937,22 @@ static rocq_result rocq__run_cpu(rocq_ctx *ctx, const rocq__op *op, const void *
     return rocq__team_run(ctx, ctx->uncancelled ? NULL : op->name, plan.stages, plan.n_stages);
 }
 
+// Runs an op's body (>>hip_launch), which submits its launches or, if planning, does not.
+static rocq__job rocq__job_run(rocq_ctx *ctx, const rocq__op *op, const void *params,
+                               const rocq__joined *before, bool planning, void *scratch) {
+    rocq__job job = {ctx, op->id, op->name, planning, (uintptr_t)scratch, 0, 0, ROCQ_OK,
+                     {0.0, 0.0, 0.0}, before};
+    if (op->id != ROCQ_OP_MATMUL && op->id != ROCQ_OP_ATTENTION) { // which set it themselves
+        job.cost = rocq__job_cost(&job, op->id, params);
+    }
+    op->job(&job, params);
+    return job;
+}
+
 // Goes through an op's launches without submitting them: *scratch becomes the memory they take.
 static rocq_result rocq__plan_hip(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                   const rocq__joined *before, int64_t *scratch) {
-    rocq__job job = {ctx,     op->id, op->name, true, 0, 0, 0,
-                     ROCQ_OK, {0.0, 0.0, 0.0}, before};
-    op->job(&job, params);
+    const rocq__job job = rocq__job_run(ctx, op, params, before, true, NULL);
     *scratch = job.most;
     return job.result;
 }
@@ -26014,11 +25960,7 @@ static rocq_result rocq__plan_hip(rocq_ctx *ctx, const rocq__op *op, const void 
 // Submits an op's launches.
 static rocq_result rocq__run_hip(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                  const rocq__joined *before, void *scratch) {
-    rocq__job job = {ctx,     op->id, op->name, false, (uintptr_t)scratch, 0, 0,
-                     ROCQ_OK, {0.0, 0.0, 0.0}, before};
-    rocq__job_begin(&job, params);
-    op->job(&job, params);
-    return job.result;
+    return rocq__job_run(ctx, op, params, before, false, scratch).result;
 }
 
 // Finds out whether the context can run an op that has passed its checks, and the scratch memory
