@@ -24866,18 +24866,13 @@ static rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, rocq
 // -- ops --
 // Each op has a function rocq__check_NAME, see rocq__op_NAME. op: the op's name in messages.
 
-typedef struct rocq__sizes { int64_t ne[4]; } rocq__sizes;
-
-static inline rocq__sizes rocq__sizes_of(int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3) {
-    const rocq__sizes sizes = {{ne0, ne1, ne2, ne3}};
-    return sizes;
-}
-
 // Checks the sizes of an operand, unless it is NULL. -1: any size.
 static rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char *name,
-                                     const rocq_tensor *t, rocq__sizes want) {
+                                     const rocq_tensor *t, int64_t ne0, int64_t ne1, int64_t ne2,
+                                     int64_t ne3) {
+    const int64_t want[4] = {ne0, ne1, ne2, ne3};
     for (int d = 0; t && d < 4; d++) {
-        if (want.ne[d] >= 0) ROCQ__TRY(rocq__check_size(ctx, op, name, t, d, want.ne[d]));
+        if (want[d] >= 0) ROCQ__TRY(rocq__check_size(ctx, op, name, t, d, want[d]));
     }
     return ROCQ_OK;
 }
@@ -24917,7 +24912,7 @@ static rocq_result rocq__check_int8(rocq_ctx *ctx, const char *op, rocq_precisio
 // The functions below check what an op demands beyond rocq__check_operands, which has run before.
 // Each macro checks one field of p and gives a rocq_result.
 #define ROCQ__SHAPE(name, ne0, ne1, ne2, ne3) \
-    rocq__check_shape(ctx, op, #name, p->name, rocq__sizes_of(ne0, ne1, ne2, ne3))
+    rocq__check_shape(ctx, op, #name, p->name, ne0, ne1, ne2, ne3)
 #define ROCQ__RANGE(name, low, high) rocq__check_range(ctx, op, #name, p->name, low, high)
 
 static rocq_result rocq__check_none(rocq_ctx *ctx, const char *op, const void *params) {
@@ -26178,31 +26173,47 @@ static rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
         ctx->plan_bytes ? "%s: ops are being planned" : "%s: a graph is being recorded", call);
 }
 
-// Whether what a tensor holds after a node is overwritten by later ops before any of them reads it.
-// If none overwrites it, the caller may read it after the graph.
-static bool rocq__is_dead(const rocq__node *node, const rocq_tensor *t) {
-    const rocq__range range = rocq__range_of(t);
-    while ((node = node->next) != NULL) {
-        bool covered = false;
-        for (int32_t i = 0; i < node->n_tensors; i++) {
-            const rocq__range other = rocq__range_of(&node->tensors[i]);
-            if (!rocq__ranges_cross(other, range)) continue;
-            if (!node->output[i]) return false;
-            covered = covered || (other.begin <= range.begin && range.end <= other.end &&
-                                  rocq_tensor_contiguous(&node->tensors[i]));
-        }
-        if (covered) return true;
-    }
-    return false;
+// Whether t, which may be NULL, overlaps range.
+static bool rocq__in_range(const rocq_tensor *t, rocq__range range) {
+    return t && rocq__ranges_cross(rocq__range_of(t), range);
+}
+
+// Whether t is NULL or lies in range.
+static bool rocq__is_within(const rocq_tensor *t, rocq__range range) {
+    if (!t) return true;
+    const rocq__range own = rocq__range_of(t);
+    return own.begin >= range.begin && own.end <= range.end;
 }
 
 // Whether an output of a node overlaps t, which may be NULL.
 static bool rocq__writes(const rocq__node *node, const rocq_tensor *t) {
     for (int32_t i = 0; t && i < node->n_tensors; i++) {
-        if (node->output[i] &&
-            rocq__ranges_cross(rocq__range_of(&node->tensors[i]), rocq__range_of(t))) {
-            return true;
+        if (node->output[i] && rocq__in_range(t, rocq__range_of(&node->tensors[i]))) return true;
+    }
+    return false;
+}
+
+// Whether an output of a node overlaps what another one reads or writes.
+static bool rocq__writes_to(const rocq__node *node, const rocq__node *other) {
+    for (int32_t i = 0; i < other->n_tensors; i++) {
+        if (rocq__writes(node, &other->tensors[i])) return true;
+    }
+    return false;
+}
+
+// Whether what a tensor holds after a node is overwritten by later ops before any of them reads it.
+// If none overwrites it, the caller may read it after the graph.
+static bool rocq__is_dead(const rocq__node *node, const rocq_tensor *t) {
+    while ((node = node->next) != NULL) {
+        bool covered = false;
+        for (int32_t i = 0; i < node->n_tensors; i++) {
+            const rocq__range other = rocq__range_of(&node->tensors[i]);
+            if (!rocq__in_range(t, other)) continue;
+            if (!node->output[i]) return false;
+            covered = covered || (rocq__is_within(t, other) &&
+                                  rocq_tensor_contiguous(&node->tensors[i]));
         }
+        if (covered) return true;
     }
     return false;
 }
@@ -26215,10 +26226,11 @@ static bool rocq__writes(const rocq__node *node, const rocq_tensor *t) {
 static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node, const rocq__node *next,
                              rocq__joined *before) {
     const rocq_norm_params *norm = (const rocq_norm_params *)node->params;
+    const rocq__range made = rocq__range_of(norm->y);
     before->norm = norm;
     if (!rocq__is_row(norm->x) || norm->rstd || norm->y->format != ROCQ_Q8_0 ||
         norm->y->layout != ROCQ_LAYOUT_PLANAR || (norm->weight && !rocq__aligned16(norm->weight)) ||
-        rocq__ranges_cross(rocq__range_of(norm->x), rocq__range_of(norm->y))) {
+        rocq__in_range(norm->x, made)) {
         return false;
     }
     for (const rocq_matmul_params *p = (const rocq_matmul_params *)next->params; p; p = p->next) {
@@ -26230,24 +26242,9 @@ static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node, const 
     }
     for (int32_t i = 0; i < next->n_tensors; i++) {
         const rocq_tensor *t = &next->tensors[i];
-        if (rocq__ranges_cross(rocq__range_of(t), rocq__range_of(norm->y)) &&
-            !rocq__same_tensor(t, norm->y)) {
-            return false;
-        }
+        if (rocq__in_range(t, made) && !rocq__same_tensor(t, norm->y)) return false;
     }
     return !rocq__writes(next, norm->x) && !rocq__writes(next, norm->weight);
-}
-
-// Whether t, which may be NULL, overlaps range.
-static bool rocq__in_range(const rocq_tensor *t, rocq__range range) {
-    return t && rocq__ranges_cross(rocq__range_of(t), range);
-}
-
-// Whether t is NULL or lies in range.
-static bool rocq__is_within(const rocq_tensor *t, rocq__range range) {
-    if (!t) return true;
-    const rocq__range own = rocq__range_of(t);
-    return own.begin >= range.begin && own.end <= range.end;
 }
 
 // Whether the kernels with `low` take w.
@@ -26286,8 +26283,7 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
             return false;
         }
         if (!rocq__same_tensor(p->x, low.x) || !rocq__low_takes(p->w) ||
-            !rocq__is_within(p->lora_t, made) ||
-            !rocq__is_within(p->lora_t2, made) ||
+            !rocq__is_within(p->lora_t, made) || !rocq__is_within(p->lora_t2, made) ||
             (p->lora_b && !rocq__fuses_lora(p->lora_b, p->lora_t)) ||
             (p->lora_b2 && !rocq__fuses_lora(p->lora_b2, p->lora_t2)) ||
             (p->w2 && p->w2->format != p->w->format)) {
@@ -26306,10 +26302,7 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
         if (!is_t) return false;
         reads = true;
     }
-    for (int32_t i = 0; i < node->n_tensors; i++) {
-        if (rocq__writes(next, &node->tensors[i])) return false;
-    }
-    return reads;
+    return reads && !rocq__writes_to(next, node);
 }
 
 // rope_append into attention for one token (kernels attention_decode and attention_step). Each
@@ -26334,8 +26327,8 @@ static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node, rocq__join
     for (int i = 0; i < 2; i++) {
         if (rocq__address(from[i]) != rocq__address(to[i]) || from[i]->format != to[i]->format ||
             from[i]->layout != to[i]->layout || from[i]->ne[0] != to[i]->ne[0] ||
-            from[i]->ne[1] != to[i]->ne[1] ||
-            from[i]->stride[1] != to[i]->stride[1] || from[i]->stride[2] != to[i]->stride[2]) {
+            from[i]->ne[1] != to[i]->ne[1] || from[i]->stride[1] != to[i]->stride[1] ||
+            from[i]->stride[2] != to[i]->stride[2]) {
             return false;
         }
     }
@@ -26375,8 +26368,7 @@ static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__nod
         node = node->next;
         norm = (const rocq_norm_params *)node->params;
         if (coded->y->layout != ROCQ_LAYOUT_PLANAR || coded->rstd ||
-            !rocq__same_norm(coded, norm) ||
-            rocq__ranges_cross(rocq__range_of(coded->y), rocq__range_of(norm->y))) {
+            !rocq__same_norm(coded, norm) || rocq__in_range(coded->y, rocq__range_of(norm->y))) {
             return NULL;
         }
     }
@@ -26392,21 +26384,16 @@ static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__nod
     const rocq_tensor *made[2] = {norm->y, coded ? coded->y : norm->y};
     for (int i = 0; i < 2; i++) {
         const rocq__range range = rocq__range_of(made[i]);
-        if (rocq__ranges_cross(range, rocq__range_of(norm->x)) ||
-            (norm->weight && rocq__ranges_cross(range, rocq__range_of(norm->weight)))) {
-            return NULL;
-        }
+        if (rocq__in_range(norm->x, range) || rocq__in_range(norm->weight, range)) return NULL;
         for (int32_t t = 0; t < products->n_tensors; t++) {
             bool is_x = false;
             for (const rocq_matmul_params *q = p; q; q = q->next) {
                 is_x = is_x || q->x == &products->tensors[t];
             }
-            if (!is_x && rocq__ranges_cross(range, rocq__range_of(&products->tensors[t]))) {
-                return NULL;
-            }
+            if (!is_x && rocq__in_range(&products->tensors[t], range)) return NULL;
         }
         for (int32_t t = 0; t < choice->n_tensors; t++) {
-            if (rocq__ranges_cross(range, rocq__range_of(&choice->tensors[t]))) return NULL;
+            if (rocq__in_range(&choice->tensors[t], range)) return NULL;
         }
     }
     const rocq_route_params *route = (const rocq_route_params *)choice->params;
@@ -26440,13 +26427,7 @@ static bool rocq__joins_beside(const rocq_ctx *ctx, const rocq__node *node, rocq
         rocq__norm_threads(ctx, norm) != rocq__norm_threads(ctx, other)) {
         return false;
     }
-    for (int32_t i = 0; i < node->n_tensors; i++) {
-        if (rocq__writes(next, &node->tensors[i])) return false;
-    }
-    for (int32_t i = 0; i < next->n_tensors; i++) {
-        if (rocq__writes(node, &next->tensors[i])) return false;
-    }
-    return true;
+    return !rocq__writes_to(node, next) && !rocq__writes_to(next, node);
 }
 
 // Fusion: a GPU runs some sequences of ops as one launch. Returns the last op of the sequence that
@@ -26582,6 +26563,21 @@ static rocq_result rocq__subgraph_capture(rocq_ctx *ctx, rocq__node *subgraph) {
     return result;
 }
 
+// Plans a recorded op, and the launch of the sequence that begins with it if there is one. *scratch
+// becomes what they take of the context's own scratch memory.
+static rocq_result rocq__node_plan(rocq_ctx *ctx, const rocq__node *node, int64_t *scratch) {
+    rocq__joined before;
+    int64_t bytes;
+    bool on_cpu;
+    ROCQ__TRY(rocq__plan_op(ctx, node->op, node->params, &bytes, &on_cpu));
+    *scratch = rocq__own_scratch(&node->lent, bytes);
+    const rocq__node *last = rocq__joins(ctx, node, &before);
+    if (!last) return ROCQ_OK;
+    ROCQ__TRY(rocq__plan_hip(ctx, last->op, last->params, &before, &bytes));
+    *scratch = ROCQ__MAX(*scratch, bytes);
+    return ROCQ_OK;
+}
+
 // Captures all subgraphs. Scratch memory gets its full size first, since nothing may be allocated
 // during a capture. E_DEVICE means that the runtime cannot capture them; nothing is lost, and the
 // ops can run one by one.
@@ -26589,16 +26585,11 @@ static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     ROCQ__TRY(rocq__graph_forget(ctx, graph));
     graph->checked = false;
-    graph->scratch = 0; // the budget may have less room than when the ops were recorded
+    graph->scratch = 0; // counted again: ops may have been tuned since they were recorded, or the
+                        // budget may have less room
     for (const rocq__node *node = graph->first; node; node = node->next) {
-        int64_t scratch; // an op may have been tuned since it was recorded
-        bool on_cpu;
-        ROCQ__TRY(rocq__plan_op(ctx, node->op, node->params, &scratch, &on_cpu));
-        graph->scratch = ROCQ__MAX(graph->scratch, rocq__own_scratch(&node->lent, scratch));
-        rocq__joined before;
-        const rocq__node *last = rocq__joins(ctx, node, &before);
-        if (!last) continue;
-        ROCQ__TRY(rocq__plan_hip(ctx, last->op, last->params, &before, &scratch));
+        int64_t scratch;
+        ROCQ__TRY(rocq__node_plan(ctx, node, &scratch));
         graph->scratch = ROCQ__MAX(graph->scratch, scratch);
     }
     ROCQ__TRY(rocq__reserve_hip(ctx, graph->scratch));
@@ -31303,13 +31294,8 @@ ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const void *data, int64_t s
 
 // Whether an op of the graph may write to t.
 static bool rocq__graph_writes(const rocq_graph *graph, const rocq_tensor *t) {
-    const rocq__range range = rocq__range_of(t);
     for (const rocq__node *node = graph->first; node; node = node->next) {
-        for (int32_t i = 0; i < node->n_tensors; i++) {
-            if (node->output[i] && rocq__ranges_cross(rocq__range_of(&node->tensors[i]), range)) {
-                return true;
-            }
-        }
+        if (rocq__writes(node, t)) return true;
     }
     return false;
 }
@@ -31379,11 +31365,11 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     if (result == ROCQ_OK) {
         most = (most + 255) / 256 * 256;
         memory = (unsigned char *)rocq__alloc_aligned(ctx, most + scratch, 256);
-        if (memory) {
-            ctx->lent.address = memory + most;
-            ctx->lent.size = scratch;
-        }
         if (!memory) result = rocq__fail(ctx, ROCQ_E_MEMORY, "warm: no memory to rehearse ops in");
+    }
+    if (result == ROCQ_OK) {
+        ctx->lent.address = memory + most;
+        ctx->lent.size = scratch;
     }
     for (rocq__node *node = list; node && result == ROCQ_OK; node = node->next) {
         result = rocq__begin_op(ctx, "warm");
@@ -31445,13 +31431,7 @@ static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
     for (const rocq__node *node = graph ? graph->first : NULL; node && result == ROCQ_OK;
          node = node->next) {
         int64_t scratch;
-        bool on_cpu;
-        result = rocq__plan_op(ctx, node->op, node->params, &scratch, &on_cpu);
-        rocq__joined before;
-        const rocq__node *last = rocq__joins(ctx, node, &before);
-        if (result == ROCQ_OK && last) {
-            result = rocq__plan_hip(ctx, last->op, last->params, &before, &scratch);
-        }
+        result = rocq__node_plan(ctx, node, &scratch);
     }
     gpu->would_launch = NULL;
     ROCQ__TRY(result);
@@ -31539,9 +31519,8 @@ static void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *
 
 // Whether the tensor lies in one of the ranges.
 static bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_tensor *t) {
-    const rocq__range range = rocq__range_of(t);
     for (int32_t k = 0; k < n; k++) {
-        if (list[k].range.begin <= range.begin && range.end <= list[k].range.end) return true;
+        if (rocq__is_within(t, list[k].range)) return true;
     }
     return false;
 }
