@@ -25815,10 +25815,10 @@ typedef struct rocq__node {
 
 // What an op, a graph or a copy does, for the profile (>>profile).
 typedef struct rocq__work {
-    const void *params;        // of an op whose cost is not counted yet, else NULL
-    const rocq__op *op;
-    const char *name, *detail; // of its region: "matvec", and a format or NULL
-    rocq__cost cost;
+    const rocq__op *op;        // NULL: a graph or a copy
+    const void *params;        // the op's, from which its cost is counted
+    const char *name, *detail; // of the op's region: "matvec", and a format or NULL
+    rocq__cost cost;           // of a graph or a copy
     rocq_access access;
     bool copy; // between host and device: bound by the bus, not by the memory's peak
 } rocq__work;
@@ -27887,16 +27887,12 @@ static rocq_result rocq__kv_cast(rocq_kv *kv, const rocq_tensor *y, const rocq_t
     return rocq__kv_run_op(kv, &rocq__op_cast, &p);
 }
 
-// Cells [cell, cell + n) of k or v: [D, n, n_planes].
-static rocq_tensor rocq__kv_cells(const rocq_tensor *rows, int64_t cell, int64_t n) {
-    return rocq_tensor_slice(rows, 1, cell, n);
-}
-
 // Copies n cells to others that do not overlap them.
 static rocq_result rocq__kv_copy(rocq_kv *kv, int64_t to, int64_t from, int64_t n) {
     for (int i = 0; i < 2; i++) {
         const rocq_tensor *rows = i == 0 ? &kv->k : &kv->v;
-        const rocq_tensor y = rocq__kv_cells(rows, to, n), x = rocq__kv_cells(rows, from, n);
+        const rocq_tensor y = rocq_tensor_slice(rows, 1, to, n);
+        const rocq_tensor x = rocq_tensor_slice(rows, 1, from, n);
         ROCQ__TRY(rocq__kv_cast(kv, &y, &x));
     }
     return ROCQ_OK;
@@ -27937,7 +27933,7 @@ static rocq_result rocq__kv_move(rocq_kv *kv, const rocq_tensor *rows, int32_t s
     for (int32_t done = 0, run; done < n; done += run) {
         int32_t cell;
         run = rocq__kv_run(kv, seq, pos + done, n - done, &cell);
-        const rocq_tensor cells = rocq__kv_cells(rows, cell, run);
+        const rocq_tensor cells = rocq_tensor_slice(rows, 1, cell, run);
         rocq_tensor slice = rocq_tensor_slice(stage, 2, done, run);
         rocq_tensor_permute(&slice, &slice, swap); // cannot fail
         ROCQ__TRY(out ? rocq__kv_cast(kv, &cells, &slice) : rocq__kv_cast(kv, &slice, &cells));
@@ -28853,31 +28849,26 @@ static rocq_result rocq__gpu_attempt(rocq_ctx *ctx) {
     return ROCQ_OK;
 }
 
+// Until there is a context that could hold a message, only the desc's log has it.
+static rocq_result rocq__open_failed(const rocq_desc *desc, rocq_result result, const char *why) {
+    if (desc->log) desc->log(ROCQ_LOG_ERROR, why, desc->log_user);
+    return result;
+}
+
 ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
-    // Until there is a context that could hold a message, errors are reported by the desc's log.
     rocq_desc resolved;
     if (!out) return ROCQ_E_ARGUMENT;
     *out = NULL;
     memset(&resolved, 0, sizeof resolved);
     if (desc) resolved = *desc;
     const char *fault = rocq__desc_fault(&resolved);
-    if (fault) {
-        if (resolved.log) resolved.log(ROCQ_LOG_ERROR, fault, resolved.log_user);
-        return ROCQ_E_ARGUMENT;
-    }
+    if (fault) return rocq__open_failed(&resolved, ROCQ_E_ARGUMENT, fault);
     if (!rocq__desc_resolve(&resolved)) {
-        if (resolved.log) {
-            resolved.log(ROCQ_LOG_ERROR, "the processor or the build lacks desc.cpu_tier",
-                         resolved.log_user);
-        }
-        return ROCQ_E_UNSUPPORTED;
+        return rocq__open_failed(&resolved, ROCQ_E_UNSUPPORTED,
+                                 "the processor or the build lacks desc.cpu_tier");
     }
     rocq_ctx *ctx = (rocq_ctx *)resolved.allocator.alloc(sizeof(rocq_ctx), resolved.allocator.user);
-    if (!ctx) {
-        if (resolved.log)
-            resolved.log(ROCQ_LOG_ERROR, "no memory for a context", resolved.log_user);
-        return ROCQ_E_MEMORY;
-    }
+    if (!ctx) return rocq__open_failed(&resolved, ROCQ_E_MEMORY, "no memory for a context");
     rocq__context_init(ctx, &resolved);
     rocq_result result = ROCQ_OK;
     if (resolved.prefer != ROCQ_BACKEND_CPU) result = rocq__gpu_attempt(ctx);
@@ -29096,27 +29087,29 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op id, const void *p
     if (!info) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "get_precision: info is NULL");
     ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
     const rocq_backend backend = rocq__on_gpu(ctx) && !on_cpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU;
-    const rocq_matmul_params *p = id == ROCQ_OP_MATMUL ? (const rocq_matmul_params *)params : NULL;
-    const rocq_matmul_backward_params *back =
-        id == ROCQ_OP_MATMUL_BACKWARD ? (const rocq_matmul_backward_params *)params : NULL;
-    const rocq_experts_params *experts =
-        id == ROCQ_OP_EXPERTS ? (const rocq_experts_params *)params : NULL;
-    rocq__choice choice, second;
-    if (experts) choice = rocq__experts_choice(ctx, backend, experts, experts->w);
-    else if (p) choice = rocq__product_choice(ctx, backend, p, p->w);
-    else if (back) choice = rocq__backward_choice(ctx, backend, back, back->dw != NULL);
-    else choice = rocq__precision_rule_for(ctx, backend, id, ROCQ_F32, 0, 0);
-    const rocq_conv_params *conv =
-        id == ROCQ_OP_CONV ? (const rocq_conv_params *)params : NULL;
-    info->asked = rocq__asked(ctx, p      ? p->precision
-                                   : conv ? conv->precision
-                                   : back ? back->precision
-                                   : experts ? experts->precision
-                                          : ROCQ_PRECISION_AUTO);
+    rocq_precision asked = ROCQ_PRECISION_AUTO;
+    rocq__choice choice, second = {ROCQ_PRECISION_AUTO, NULL}; // second: of w2, AUTO without one
+    if (id == ROCQ_OP_MATMUL) {
+        const rocq_matmul_params *p = (const rocq_matmul_params *)params;
+        asked = p->precision;
+        choice = rocq__product_choice(ctx, backend, p, p->w);
+        if (p->w2) second = rocq__product_choice(ctx, backend, p, p->w2);
+    } else if (id == ROCQ_OP_EXPERTS) {
+        const rocq_experts_params *p = (const rocq_experts_params *)params;
+        asked = p->precision;
+        choice = rocq__experts_choice(ctx, backend, p, p->w);
+        if (p->w2) second = rocq__experts_choice(ctx, backend, p, p->w2);
+    } else if (id == ROCQ_OP_MATMUL_BACKWARD) {
+        const rocq_matmul_backward_params *p = (const rocq_matmul_backward_params *)params;
+        asked = p->precision;
+        choice = rocq__backward_choice(ctx, backend, p, p->dw != NULL);
+    } else {
+        if (id == ROCQ_OP_CONV) asked = ((const rocq_conv_params *)params)->precision;
+        choice = rocq__precision_rule_for(ctx, backend, id, ROCQ_F32, 0, 0);
+    }
+    info->asked = rocq__asked(ctx, asked);
     info->nmse = rocq__nmse_bound(choice.precision);
-    if ((p && p->w2) || (experts && experts->w2)) { // y is a product of two sums, and has the
-        second = p ? rocq__product_choice(ctx, backend, p, p->w2) // errors of both
-                   : rocq__experts_choice(ctx, backend, experts, experts->w2);
+    if (second.precision != ROCQ_PRECISION_AUTO) { // y has the errors of both products
         info->nmse += rocq__nmse_bound(second.precision);
         if (second.precision > choice.precision) choice = second;
     }
@@ -29571,7 +29564,7 @@ ROCQ_DEF rocq_result rocq_measure_launch(rocq_ctx *ctx, int32_t n, rocq_launch_c
 
 #if ROCQ__HAS_PROFILE
 
-// The op's name, format and access, which are cheap to know; rocq__work_count does the rest.
+// The op's name, format and access. Its cost is counted when the region ends.
 static rocq__work rocq__work_named(const rocq__op *op, const void *params) {
     const rocq_tensor *kind = NULL;
     bool mixed = false;
@@ -29610,11 +29603,6 @@ static rocq__work rocq__work_named(const rocq__op *op, const void *params) {
     }
     if (kind) work.detail = mixed ? "mixed" : rocq_format_name(kind->format);
     return work;
-}
-
-static void rocq__work_count(const rocq_ctx *ctx, rocq__work *work) {
-    work->cost = rocq__cost_of(ctx, work->op->id, work->params);
-    work->params = NULL;
 }
 
 // -- regions --
@@ -29998,7 +29986,7 @@ static void rocq__sample(rocq__profile *p, const rocq__event *e) {
 }
 
 // work: of an op, a graph or a copy, else NULL.
-static rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq__work *work) {
+static rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, const rocq__work *work) {
     rocq__profile *p = ctx->profiling;
     p->depth--;
     if (rocq__skipping(p)) {
@@ -30020,8 +30008,7 @@ static rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq__w
     }
     e->failed = result != ROCQ_OK;
     if (work && !e->failed) {
-        if (work->params) rocq__work_count(ctx, work);
-        e->own = work->cost;
+        e->own = work->op ? rocq__cost_of(ctx, work->op->id, work->params) : work->cost;
         e->access = (int8_t)work->access;
         e->copy = work->copy;
         e->submits = true;
@@ -30490,7 +30477,7 @@ static void rocq__report_trace(rocq__output *out, const rocq_ctx *ctx, const roc
 
 ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_write_fn write,
                                          void *user) {
-    rocq__output out;
+    rocq__output out = {write, user, false};
     if (!ctx) return ROCQ_E_ARGUMENT;
     if (!write || (int)kind < 0 || kind > ROCQ_REPORT_TRACE) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "profile_report: write is NULL, or kind %d is none",
@@ -30499,9 +30486,6 @@ ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_w
     const rocq__profile *p = ctx->profile;
     if (!p) return rocq__fail(ctx, ROCQ_E_STATE, "profile_report: no profile has been started");
     ROCQ__TRY(rocq__log_finish(ctx, "profile_report"));
-    out.write = write;
-    out.user = user;
-    out.failed = false;
     if (kind == ROCQ_REPORT_TEXT) rocq__report_table(&out, p);
     else if (kind == ROCQ_REPORT_JSON) rocq__report_json(&out, ctx, p);
     else rocq__report_trace(&out, ctx, p);
@@ -30550,6 +30534,7 @@ typedef struct rocq__residency {
     int32_t simds; // of the CU or WGP
     int32_t waves; // that the VGPRs of a SIMD allow
     int32_t by_vgprs, by_threads, by_lds; // workgroups that each resource allows
+    int32_t groups; // workgroups that fit: the least of these three
     int32_t compiler_lds; // by_lds as clang counts it
 } rocq__residency;
 
@@ -30570,13 +30555,9 @@ static rocq__residency rocq__residency_of(const rocq_occupancy_params *p, int32_
         const int32_t blocks = (p->lds_bytes + ROCQ__LDS_GRANULE - 1) / ROCQ__LDS_GRANULE;
         limits.by_lds = ROCQ__CU_LDS * cus / (blocks * ROCQ__LDS_GRANULE);
     }
+    limits.groups = ROCQ__MIN(ROCQ__MIN(limits.by_vgprs, limits.by_threads), limits.by_lds);
     limits.compiler_lds = ROCQ__CU_LDS * cus / ROCQ__MAX(p->lds_bytes, 1);
     return limits;
-}
-
-// Workgroups that fit.
-static int32_t rocq__residency_groups(const rocq__residency *limits) {
-    return ROCQ__MIN(ROCQ__MIN(limits->by_vgprs, limits->by_threads), limits->by_lds);
 }
 
 ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params,
@@ -30587,7 +30568,7 @@ ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params,
         return ROCQ_E_ARGUMENT;
     }
     const rocq__residency limits = rocq__residency_of(params, params->vgprs);
-    const int32_t groups = rocq__residency_groups(&limits);
+    const int32_t groups = limits.groups;
     rocq_occupancy o;
     memset(&o, 0, sizeof o);
 
@@ -30606,8 +30587,7 @@ ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params,
                                             : ROCQ_LIMIT_VGPRS;
     }
     for (int32_t v = params->vgprs - 1; v > 0 && o.next_vgprs == 0; v--) {
-        const rocq__residency less = rocq__residency_of(params, v);
-        if (rocq__residency_groups(&less) > groups) o.next_vgprs = v;
+        if (rocq__residency_of(params, v).groups > groups) o.next_vgprs = v;
     }
     *result = o;
     return ROCQ_OK;
@@ -30684,6 +30664,12 @@ enum {
 };
 
 // -- the list ctx->tuned, in the order of sites --
+
+// Fails in a CPU context.
+static rocq_result rocq__tunes(rocq_ctx *ctx, const char *call) {
+    if (rocq__on_gpu(ctx)) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: there is nothing to tune on the CPU", call);
+}
 
 static rocq_result rocq__tuned_full(rocq_ctx *ctx) {
     return rocq__fail(ctx, ROCQ_E_STATE,
@@ -31032,9 +31018,7 @@ static rocq_result rocq__tune_nodes(rocq__tuning *t, const rocq__node *first,
 static rocq_result rocq__tune_begin(rocq_ctx *ctx, const rocq_tune_desc *desc, rocq__tuning *t,
                                     rocq_tune_result *result) {
     ROCQ__TRY(rocq__not_recording(ctx, "tune"));
-    if (!rocq__on_gpu(ctx)) {
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "tune: there is nothing to tune on the CPU");
-    }
+    ROCQ__TRY(rocq__tunes(ctx, "tune"));
     ROCQ__TRY(rocq__begin_op(ctx, "tune"));
     memset(t, 0, sizeof *t);
     memset(result, 0, sizeof *result);
@@ -31136,10 +31120,7 @@ static uint64_t rocq__tuning_checksum(const rocq__tuning_header *h, const void *
 ROCQ_DEF rocq_result rocq_tuning_save(rocq_ctx *ctx, rocq_write_fn write, void *user) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     if (!write) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "tuning_save: write is NULL");
-    if (!rocq__on_gpu(ctx)) {
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
-                          "tuning_save: there is nothing to tune on the CPU");
-    }
+    ROCQ__TRY(rocq__tunes(ctx, "tuning_save"));
     const int64_t size = ctx->n_tuned * (int64_t)sizeof *ctx->tuned;
     rocq__tuning_header h = rocq__tuning_header_of(ctx, ctx->n_tuned);
     h.checksum = rocq__tuning_checksum(&h, size > 0 ? (const void *)ctx->tuned : "");
@@ -31246,12 +31227,10 @@ static rocq_result rocq__tuning_read(rocq_ctx *ctx, const rocq__tuning_header *o
 
 ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const void *data, int64_t size) {
     if (!ctx) return ROCQ_E_ARGUMENT;
-    if (!data || size < 0)
+    if (!data || size < 0) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "tuning_load: data is NULL or size negative");
-    if (!rocq__on_gpu(ctx)) {
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
-                          "tuning_load: there is nothing to tune on the CPU");
     }
+    ROCQ__TRY(rocq__tunes(ctx, "tuning_load"));
     const rocq__tuning_header own = rocq__tuning_header_of(ctx, 0);
     return rocq__tuning_read(ctx, &own, data, size);
 }
