@@ -24810,15 +24810,47 @@ static const rocq_tensor *rocq__operand_of(const void *params, const rocq__opera
 
 // The index of op's first operand; *end is one past its last.
 static int32_t rocq__operands_begin(rocq_op op, int32_t *end) {
-    int32_t i = 0;
+    int32_t i = (int32_t)op; // or later, since each op has an operand
     while (rocq__operands[i].op != (int32_t)op) i++;
     for (*end = i; *end < ROCQ__N_OPERANDS && rocq__operands[*end].op == (int32_t)op;) ++*end;
     return i;
 }
 
+// Whether an operand is its op's first one in the table, which is the op's first output.
+static bool rocq__operand_is_first(const rocq__operand *operand) {
+    return operand == rocq__operands || operand[-1].op != operand->op;
+}
+
 // The next params of a chain, or NULL. Only matmul has chains.
 static const void *rocq__next_params(rocq_op op, const void *params) {
     return op == ROCQ_OP_MATMUL ? ((const rocq_matmul_params *)params)->next : NULL;
+}
+
+// An operand that is present in an op's params.
+typedef struct rocq__given {
+    const rocq_tensor *t;
+    const rocq__operand *operand;
+    const void *params; // those that have it: of a chain, the product's
+    int32_t number;     // of these params in the chain, from 0
+} rocq__given;
+
+// Lists the operands that are present, product by product of a chain, in the order of the table.
+// Returns how many there are.
+static int32_t rocq__given_of(rocq_op op, const void *params,
+                              rocq__given given[ROCQ__MAX_OPERANDS]) {
+    int32_t end, n = 0, number = 0;
+    const int32_t begin = rocq__operands_begin(op, &end);
+    for (const void *p = params; p; p = rocq__next_params(op, p), number++) {
+        for (const rocq__operand *o = &rocq__operands[begin]; o < &rocq__operands[end]; o++) {
+            const rocq_tensor *t = rocq__operand_of(p, o);
+            if (!t) continue;
+            given[n].t = t;
+            given[n].operand = o;
+            given[n].params = p;
+            given[n++].number = number;
+        }
+    }
+    return n;
 }
 
 static rocq_result rocq__check_size(rocq_ctx *ctx, const char *op, const char *name,
@@ -25373,13 +25405,12 @@ static rocq_result rocq__check_adamw(rocq_ctx *ctx, const char *op, const void *
 
 // -- overlap --
 
+// The first operand in the planar layout, or NULL.
 static const rocq_tensor *rocq__planar_operand(rocq_op op, const void *params) {
-    int32_t end, begin = rocq__operands_begin(op, &end);
-    for (; params; params = rocq__next_params(op, params)) {
-        for (int32_t i = begin; i < end; i++) {
-            const rocq_tensor *t = rocq__operand_of(params, &rocq__operands[i]);
-            if (t && t->layout == ROCQ_LAYOUT_PLANAR) return t;
-        }
+    rocq__given given[ROCQ__MAX_OPERANDS];
+    const int32_t n = rocq__given_of(op, params, given);
+    for (int32_t i = 0; i < n; i++) {
+        if (given[i].t->layout == ROCQ_LAYOUT_PLANAR) return given[i].t;
     }
     return NULL;
 }
@@ -25484,37 +25515,25 @@ static bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
 // would disagree about how the work is shared.
 static rocq_result rocq__check_overlap(rocq_ctx *ctx, const char *op_name, rocq_op op,
                                        const void *params) {
-    struct {
-        const rocq_tensor *t;
-        const rocq__operand *operand;
-        const void *params; // the product of a chain that it belongs to
-        rocq__range range;
-    } list[ROCQ__MAX_OPERANDS];
-    int32_t end, n = 0;
-    const int32_t begin = rocq__operands_begin(op, &end);
-    for (const void *p = params; p; p = rocq__next_params(op, p)) {
-        for (int32_t i = begin; i < end; i++) {
-            const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
-            if (!t) continue;
-            list[n].t = t;
-            list[n].operand = &rocq__operands[i];
-            list[n].params = p;
-            list[n++].range = rocq__range_of(t);
-        }
-    }
+    rocq__given given[ROCQ__MAX_OPERANDS];
+    rocq__range range[ROCQ__MAX_OPERANDS];
+    const int32_t n = rocq__given_of(op, params, given);
+    for (int32_t i = 0; i < n; i++) range[i] = rocq__range_of(given[i].t);
     for (int32_t o = 0; o < n; o++) {
-        if (list[o].operand->role != ROCQ__OUT) continue;
+        const rocq__given *out = &given[o];
+        if (out->operand->role != ROCQ__OUT) continue;
         for (int32_t i = 0; i < n; i++) {
-            const int32_t role = list[i].operand->role;
-            if (i == o || !rocq__ranges_cross(list[o].range, list[i].range)) continue;
-            const bool in_place = role == ROCQ__IN_PLACE && list[i].params == list[o].params &&
-                                  list[o].operand == &rocq__operands[begin];
-            if (in_place && rocq__same_tensor(list[o].t, list[i].t)) continue;
-            if (role != ROCQ__INDEX && !rocq__meet(list[o].t, list[i].t)) continue;
+            const int32_t role = given[i].operand->role;
+            if (i == o || !rocq__ranges_cross(range[o], range[i])) continue;
+            if (role == ROCQ__IN_PLACE && given[i].params == out->params &&
+                rocq__operand_is_first(out->operand) && rocq__same_tensor(out->t, given[i].t)) {
+                continue;
+            }
+            if (role != ROCQ__INDEX && !rocq__meet(out->t, given[i].t)) continue;
             return rocq__fail(ctx, ROCQ_E_ARGUMENT,
                               role == ROCQ__INDEX ? "%s: the extents of %s and %s overlap"
                                                   : "%s: %s lies on %s",
-                              op_name, list[o].operand->name, list[i].operand->name);
+                              op_name, out->operand->name, given[i].operand->name);
         }
     }
     return ROCQ_OK;
@@ -25676,20 +25695,17 @@ static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *param
 
 // What an op moves and computes: bytes of every operand once. 0 where only the GPU knows lengths.
 static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
+    rocq__given given[ROCQ__MAX_OPERANDS];
     rocq__cost cost = {0.0, 0.0, 0.0};
-    int32_t end;
-    const int32_t begin = rocq__operands_begin(op, &end);
     double positions = 0.0;
     if (!rocq__count_flops(ctx, op, params, &cost, &positions)) return cost;
-    for (const void *p = params; p; p = rocq__next_params(op, p)) {
-        for (int32_t i = begin; i < end; i++) {
-            const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
-            if (!t) continue;
-            if (op == ROCQ_OP_MATMUL && p != params && t == ((const rocq_matmul_params *)p)->x) {
-                continue; // the first product has read it
-            }
-            cost.bytes += rocq__bytes_moved(op, p, t, positions);
+    const int32_t n = rocq__given_of(op, params, given);
+    for (int32_t i = 0; i < n; i++) {
+        const rocq__given *g = &given[i];
+        if (g->number > 0 && g->t == ((const rocq_matmul_params *)g->params)->x) {
+            continue; // the first product of a chain has read it
         }
+        cost.bytes += rocq__bytes_moved(op, g->params, g->t, positions);
     }
     return cost;
 }
@@ -25698,16 +25714,13 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
 // how many bytes to add to the op's cost, so that its bytes at the rate of the device's memory take
 // the time that the op will take.
 static double rocq__bus_extra(const rocq_ctx *ctx, rocq_op op, const void *params) {
-    int32_t end;
-    const int32_t begin = rocq__operands_begin(op, &end);
+    rocq__given given[ROCQ__MAX_OPERANDS];
+    const int32_t n = rocq__given_of(op, params, given);
     double extra = 0.0;
-    for (const void *p = params; p; p = rocq__next_params(op, p)) {
-        for (int32_t i = begin; i < end; i++) {
-            const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
-            if (!t || !rocq__is_pinned(ctx, rocq__device_data(t))) continue;
-            const double bytes = rocq__bytes_moved(op, p, t, 0.0);
-            extra += rocq__bus_bytes(ctx, bytes) - bytes;
-        }
+    for (int32_t i = 0; i < n; i++) {
+        if (!rocq__is_pinned(ctx, rocq__device_data(given[i].t))) continue;
+        const double bytes = rocq__bytes_moved(op, given[i].params, given[i].t, 0.0);
+        extra += rocq__bus_bytes(ctx, bytes) - bytes;
     }
     return extra;
 }
@@ -25850,40 +25863,36 @@ struct rocq_graph {
 // caller's may change. One block of memory, which rocq__free frees.
 static rocq_result rocq__node_copy(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                    rocq__node **out) {
-    const int64_t params_size = op->params_size;
-    int32_t end, n_params = 0, n_tensors = 0;
-    const int32_t begin = rocq__operands_begin(op->id, &end);
-    for (const void *p = params; p; p = rocq__next_params(op->id, p), n_params++) {
-        for (int32_t i = begin; i < end; i++) {
-            n_tensors += rocq__operand_of(p, &rocq__operands[i]) != NULL;
-        }
-    }
-    const int64_t node_size = (int64_t)sizeof(rocq__node),
-                  tensor_size = (int64_t)sizeof(rocq_tensor);
-    char *memory =
-        (char *)rocq__alloc(ctx, node_size + n_tensors * tensor_size + n_params * params_size);
+    rocq__given given[ROCQ__MAX_OPERANDS];
+    const int32_t n_tensors = rocq__given_of(op->id, params, given);
+    int32_t n_params = 0;
+    for (const void *p = params; p; p = rocq__next_params(op->id, p)) n_params++;
+    const int64_t node_size = (int64_t)sizeof(rocq__node), params_size = op->params_size,
+                  tensors_size = n_tensors * (int64_t)sizeof(rocq_tensor);
+    char *memory = (char *)rocq__alloc(ctx, node_size + tensors_size + n_params * params_size);
     if (!memory) return rocq__fail(ctx, ROCQ_E_MEMORY, "no memory for a copy of an op's params");
     rocq__node *node = (rocq__node *)(void *)memory;
     memset(node, 0, sizeof *node);
     node->op = op;
     node->tensors = (rocq_tensor *)(void *)(memory + node_size);
-    node->params = memory + node_size + n_tensors * tensor_size;
+    node->n_tensors = n_tensors;
+    node->params = memory + node_size + tensors_size;
     char *copy = (char *)node->params;
     for (const void *p = params; p; p = rocq__next_params(op->id, p), copy += params_size) {
         memcpy(copy, p, (size_t)params_size);
-        for (int32_t i = begin; i < end; i++) {
-            const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
-            if (!t) continue;
-            rocq_tensor *own = &node->tensors[node->n_tensors];
-            *own = *t;
-            memcpy(copy + rocq__operands[i].offset, &own, sizeof own);
-            node->kept[node->n_tensors] = rocq__operands[i].role == ROCQ__KEPT;
-            node->output[node->n_tensors++] = rocq__operands[i].role == ROCQ__OUT;
-        }
         if (rocq__next_params(op->id, p)) {
             ((rocq_matmul_params *)(void *)copy)->next =
                 (const rocq_matmul_params *)(void *)(copy + params_size);
         }
+    }
+    for (int32_t i = 0; i < n_tensors; i++) {
+        rocq_tensor *own = &node->tensors[i];
+        const rocq__operand *operand = given[i].operand;
+        *own = *given[i].t;
+        copy = (char *)node->params + given[i].number * params_size;
+        memcpy(copy + operand->offset, &own, sizeof own);
+        node->kept[i] = operand->role == ROCQ__KEPT;
+        node->output[i] = operand->role == ROCQ__OUT;
     }
     *out = node;
     return ROCQ_OK;
@@ -31460,14 +31469,16 @@ typedef struct rocq__replay {
 } rocq__replay;
 
 // Adds input t of an op to the feeds, with values that the op accepts.
-static void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *params,
-                           const rocq_tensor *t) {
+static void rocq__feed_add(rocq__replay *r, const rocq__given *given) {
+    const rocq_tensor *t = given->t;
+    const void *params = given->params;
+    const int32_t op = given->operand->op;
     rocq__feed f;
     memset(&f, 0, sizeof f);
     f.t = *t;
     f.is_index = t->format == ROCQ_I32;
     f.step = f.shift = 1;
-    if (o->op == ROCQ_OP_ATTENTION) {
+    if (op == ROCQ_OP_ATTENTION) {
         const rocq_attention_params *p = (const rocq_attention_params *)params;
         if (t == p->page_table) f.shift = 0; // so that attention reads the cells that are written
         if (t == p->kv_len) {                // the number of queries; for B 1 more if that fits
@@ -31475,12 +31486,12 @@ static void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *
             f.step = 0;
             f.shift = p->page_table || p->k->ne[2] > f.first;
         }
-    } else if (o->op == ROCQ_OP_ROPE_APPEND) {
+    } else if (op == ROCQ_OP_ROPE_APPEND) {
         const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
         f.is_cell = t == (p->cell ? p->cell : p->pos);
-    } else if (o->op == ROCQ_OP_DELTA_NET) {
+    } else if (op == ROCQ_OP_DELTA_NET) {
         if (t == ((const rocq_delta_net_params *)params)->slot) f.shift = 0; // there may be two
-    } else if (o->op == ROCQ_OP_SAMPLE) {
+    } else if (op == ROCQ_OP_SAMPLE) {
         if (t == ((const rocq_sample_params *)params)->allowed) { // all bits; for B not the first
             f.first = f.shift = -1;
             f.step = 0;
@@ -31509,26 +31520,23 @@ static bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_
 // does it; but not across buffers, since runtimes refuse a copy over two allocations, which may be
 // adjacent by chance. Caches are left to rocq__replay_rows. written is a work area like r->touched.
 static void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
-    int32_t n_written = 0, end;
+    rocq__given given[ROCQ__MAX_OPERANDS];
+    int32_t n_written = 0;
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
-        const int32_t begin = rocq__operands_begin(node->op->id, &end);
-        for (int pass = 0; pass < 2; pass++) { // what the op reads, then what it writes
-            for (const void *p = node->params; p; p = rocq__next_params(node->op->id, p)) {
-                for (int32_t i = begin; i < end; i++) {
-                    const rocq__operand *o = &rocq__operands[i];
-                    const rocq_tensor *t = rocq__operand_of(p, o);
-                    const bool out = o->role == ROCQ__OUT;
-                    if (!t || o->role == ROCQ__KEPT || out != (pass == 1)) continue;
-                    if (out && o->op == ROCQ_OP_ROPE_APPEND &&
-                        o->offset != offsetof(rocq_rope_append_params, q)) {
-                        continue;
-                    }
-                    if (rocq__touched_hold(written, n_written, t)) continue;
-                    rocq__touched_add(r->touched, &r->n_touched, t, out);
-                    if (out) rocq__touched_add(written, &n_written, t, true);
-                    else rocq__feed_add(r, o, p, t);
-                }
+        const int32_t n = rocq__given_of(node->op->id, node->params, given);
+        for (int32_t k = 0; k < 2 * n; k++) { // what the op reads, then what it writes
+            const rocq__given *g = &given[k % n];
+            const rocq__operand *o = g->operand;
+            const bool out = o->role == ROCQ__OUT;
+            if (o->role == ROCQ__KEPT || out != (k >= n)) continue;
+            if (out && o->op == ROCQ_OP_ROPE_APPEND &&
+                o->offset != offsetof(rocq_rope_append_params, q)) {
+                continue;
             }
+            if (rocq__touched_hold(written, n_written, g->t)) continue;
+            rocq__touched_add(r->touched, &r->n_touched, g->t, out);
+            if (out) rocq__touched_add(written, &n_written, g->t, true);
+            else rocq__feed_add(r, g);
         }
     }
     for (int32_t i = 0; i < r->n_touched; i++) {
