@@ -27760,8 +27760,9 @@ ROCQ_DEF rocq_result rocq_kv_create(rocq_ctx *ctx, rocq_kv **out, const rocq_kv_
     ROCQ__TRY(rocq__not_recording(ctx, "kv_create"));
     ROCQ__TRY(rocq__kv_plan(ctx, desc, &plan, &bytes));
     const int64_t n_words = rocq__kv_n_words(&plan), n_pages = plan.desc.n_pages;
-    const int64_t host = (n_words + 3 * n_pages) * (int64_t)sizeof(int32_t);
-    rocq_kv *kv = (rocq_kv *)rocq__alloc(ctx, (int64_t)sizeof *kv + host);
+    const int64_t lists = (n_words + 3 * n_pages) * (int64_t)sizeof(int32_t);
+    const int64_t host = (int64_t)sizeof(rocq_kv) + lists;
+    rocq_kv *kv = (rocq_kv *)rocq__alloc(ctx, host);
     if (!kv) {
         return rocq__fail(ctx, ROCQ_E_MEMORY, "kv_create: no memory for %lld bytes",
                           (long long)host);
@@ -27773,7 +27774,7 @@ ROCQ_DEF rocq_result rocq_kv_create(rocq_ctx *ctx, rocq_kv **out, const rocq_kv_
     kv->refs = kv->length + n_words;
     kv->free_pages = kv->refs + n_pages;
     kv->fill = kv->free_pages + n_pages;
-    memset(kv->length, 0, (size_t)host);
+    memset(kv->length, 0, (size_t)lists);
     for (int32_t i = 0; i < n_pages; i++) kv->free_pages[i] = (int32_t)n_pages - 1 - i;
     kv->n_free = (int32_t)n_pages;
     const rocq_result result = rocq__kv_make(kv, bytes);
