@@ -21404,8 +21404,8 @@ static double rocq__estimate_us(const rocq__gpu *gpu, rocq__cost cost) {
     return 2.0 * ROCQ__MAX(cost.bytes / gpu->chip.bytes_per_us, work);
 }
 
-// A kernel over grid_x by grid_z blocks. args is the kernel's args struct, which begins with
-// rocq_k_common. Where the estimate is over the time cap, grid_x is cut into launches of equal
+// Launches a kernel over grid_x by grid_z blocks. args is the kernel's args struct, which begins
+// with rocq_k_common. Where the estimate is over the time cap, grid_x is cut into launches of equal
 // size, each still large enough to fill the chip.
 static rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int64_t grid_z,
                                 int threads, void *args, rocq__cost cost) {
@@ -21488,7 +21488,7 @@ typedef struct rocq__site {
 } rocq__site;
 
 // The sites that a plan meets, one of each class.
-enum { ROCQ__SURVEY = 32 }; // a chain of 16 products, each with a w2 of another format
+enum { ROCQ__SURVEY = 32 }; // enough for a chain of 16 products that each have two formats
 typedef struct rocq__survey {
     rocq__site site[ROCQ__SURVEY];
     rocq_launch_config config; // of the first site
@@ -21518,11 +21518,11 @@ static rocq__site rocq__site_of(int32_t kind, rocq_format format, int64_t m, int
 
 // Params of the ops that share the launch of the one that follows them (rocq__joins).
 typedef struct rocq__joined {
-    const rocq_norm_params *norm;   // makes the x of matmul or of the router, or is beside a norm
-    const rocq_norm_params *coded;  // the same in Q8_0, or NULL
-    const rocq_matmul_params *router;
-    const rocq_matmul_params *low;  // makes lora_t of a matmul
-    const rocq_rope_append_params *append;
+    const rocq_norm_params *norm;     // before the products of its y, or before another norm
+    const rocq_norm_params *coded;    // before a router: the same norm with y in Q8_0, or NULL
+    const rocq_matmul_params *router; // the router's products, before route
+    const rocq_matmul_params *low;    // A x of an adapter, before the products that add B (A x)
+    const rocq_rope_append_params *append; // before attention
 } rocq__joined;
 
 // One run of an op's body. To plan an op, the same body runs without an address for scratch memory
@@ -21541,7 +21541,8 @@ typedef struct rocq__job {
     const rocq__joined *before; // or NULL
 } rocq__job;
 
-// The cost of an op that a job launches; nobody asks for it while planning or without a time cap.
+// The cost of an op that a job launches. Only the time cap needs it: while planning, and without a
+// cap, it is not counted but 0.
 static rocq__cost rocq__job_cost(const rocq__job *job, rocq_op op, const void *params) {
     const rocq__cost none = {0.0, 0.0, 0.0};
     if (job->planning || job->ctx->desc.dispatch_us <= 0) return none;
@@ -21577,7 +21578,7 @@ static void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t
     }
 }
 
-// A tensor in scratch memory, rows pitch elements apart.
+// Takes scratch memory for a tensor whose rows lie `pitch` elements apart.
 static rocq_tensor rocq__job_tensor(rocq__job *job, rocq_format format, rocq_layout layout,
                                     const int64_t ne[4], int64_t pitch) {
     int64_t end = 0;
@@ -21632,7 +21633,8 @@ static uint32_t *rocq__job_counters(rocq__job *job, int64_t n) {
     return job->ctx->gpu->counters;
 }
 
-// Kernels count the elements of a row, and some beyond its end, in 32 bits.
+// Kernels count the elements of a row, and some beyond its end, in 32 bits, so longer rows are
+// refused.
 enum { ROCQ__ROW_ELEMS = 1 << 30 };
 
 static void rocq__job_row(rocq__job *job, int64_t ne0) {
@@ -21663,6 +21665,8 @@ static int rocq__row_threads(int64_t ne0) {
     return threads;
 }
 
+// Launches kernel map, which does all ops that make an element of y from the elements of the inputs
+// at the same place (rocq__map_of).
 static void rocq__job_map_launch(rocq__job *job, rocq_op op, const void *params) {
     const rocq__map map = rocq__map_of(op, params);
     const rocq_tensor *y = map.y, *a = map.a, *b = map.b;
@@ -21817,6 +21821,7 @@ static bool rocq__is_row(const rocq_tensor *x) {
            x->ne[0] <= ROCQ_K_MATVEC_ROW_K && rocq__aligned16(x);
 }
 
+// x as the kernels of a path read it: itself, or a copy in scratch memory.
 static rocq_tensor rocq__product_x(rocq__job *job, const rocq_tensor *x, rocq_precision path) {
     const rocq_format to = rocq__operand_format(path);
     const rocq_layout layout = to == ROCQ_Q8_0 ? ROCQ_LAYOUT_PLANAR : ROCQ_LAYOUT_GGUF;
@@ -21828,6 +21833,7 @@ static rocq_tensor rocq__product_x(rocq__job *job, const rocq_tensor *x, rocq_pr
     return t;
 }
 
+// w as the kernels read it: itself, or a copy in scratch memory.
 static rocq_tensor rocq__product_w(rocq__job *job, const rocq_tensor *w) {
     const bool plain = rocq__is_plain(w->format);
     if (plain ? rocq_tensor_contiguous(w) && rocq__aligned16(w) : w->layout == ROCQ_LAYOUT_PLANAR) {
@@ -21870,6 +21876,7 @@ static rocq_k_epilogue rocq__k_epilogue(const rocq__product *g) {
     return e;
 }
 
+// Makes a tensor begin at its matrix (i2, i3).
 static void rocq__k_move(rocq_k_tensor *t, int64_t i2, int64_t i3) {
     const int64_t bytes = i2 * t->stride[1] + i3 * t->stride[2];
     if (t->data) t->data = (void *)((uintptr_t)t->data + (uintptr_t)bytes);
@@ -21879,12 +21886,13 @@ static void rocq__k_move(rocq_k_tensor *t, int64_t i2, int64_t i3) {
 // Memory works at full rate while latency x bandwidth bytes are in flight. A wave has one step of
 // its four rows in flight: for each lane a unit of each row, or 16 bytes of plain formats. So K is
 // divided until all waves together reach that, but never so far that a step is not full.
-// On an H200 with this latency that takes the fastest of 1, 2, 4 and 8, or one at most 4% behind,
-// for Q4_0, Q8_0, Q4_K, Q5_K, Q6_K and F16 of 4096 x 4096, 14336 x 4096 and 4096 x 14336, n = 1.
+// With the latency below, the rule chooses the fastest of 1, 2, 4 and 8 on an H200, or one that
+// takes at most 4% longer, for Q4_0, Q8_0, Q4_K, Q5_K, Q6_K and F16 of 4096 x 4096, 14336 x 4096
+// and 4096 x 14336, n = 1.
 // On an H100, whose units share a slower memory, even work for the units counts instead: K is
 // divided until a unit has ROCQ__MATVEC_HELD waves, and in plain formats, whose waves are light, as
-// long as a wave keeps four steps. For 21 formats of these sizes that takes the fastest, or one at
-// most 5% behind, but for Q5_K of 14336 x 4096 (8%).
+// long as a wave keeps four steps. For 21 formats of these sizes that chooses the fastest, or one
+// that takes at most 5% longer, but for Q5_K of 14336 x 4096 (8%).
 enum { ROCQ__LATENCY_NS = 950 }; // of a load from busy memory; 240 from idle memory on a 7900 XTX
 enum {
     ROCQ__MATVEC_HELD = 14,   // waves of a unit
@@ -21926,7 +21934,8 @@ static bool rocq__products_mix(const rocq__product *g, int32_t n_products) {
     return false;
 }
 
-// Products of one x and path: 1 << the result waves share a row, each with an equal share of K.
+// How a matvec of products that have one x and one path divides K: 1 << the result waves work on
+// the same rows, each on an equal part of K.
 static int32_t rocq__matvec_shift(rocq__job *job, const rocq__product *g, int32_t n_products,
                                   const rocq_tensor *x) {
     const int64_t k = x->ne[0];
@@ -22211,7 +22220,8 @@ static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_use *use, int
     return ROCQ__MAX(tiles, bytes * 1e3 / bytes_per_us) + merge + 1e-3 * tiles;
 }
 
-// The best tile of use. kernel: a kernel of the backward, which limits them to its own, or -1.
+// The tile of use, and the number of splits, with the least estimated time. kernel: only the tiles
+// of this kernel of the backward are considered; -1: all.
 static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__lds_use *use,
                                             const rocq__site *s, int32_t kernel,
                                             int32_t *n_splits, double *best_ns) {
@@ -22281,13 +22291,14 @@ static bool rocq__takes_lds(const rocq__chip *chip, const rocq__site *s) {
            (s->m + ROCQ_K_MATMUL_M - 1) / ROCQ_K_MATMUL_M <= chip->n_units / 2;
 }
 
+enum { ROCQ__HALVES_BYTES = 1 << 27 }; // chip->halves_bytes of all chips
+
 // Whether w, in a format that is only read, should first be decoded to F16, for which there are up
 // to chip->halves_bytes of scratch memory. If so, *tile and *n_splits become what is best for F16.
 // ns is what rocq__lds_best estimates for the other way, tiles that decode w; own_ns estimates
 // this. Both estimates are too low: on an H200 tiles that look codebooks up take 1.4 to 2.1 times
 // ns, those of NVFP4 2.1 to 2.7 times; decoding first and then multiplying takes 1.3 to 1.4 times
 // own_ns. So ns is multiplied by about the quotient of these factors before they are compared.
-enum { ROCQ__HALVES_BYTES = 1 << 27 }; // chip->halves_bytes of all chips
 static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, const rocq__site *s,
                                double ns, const rocq__lds_tile **tile, int32_t *n_splits) {
     const int64_t count = rocq_tensor_count(w);
@@ -22550,8 +22561,9 @@ static rocq_k_lora rocq__k_lora(const rocq_tensor *b, const rocq_tensor *t, floa
     return lora;
 }
 
-// An adapter that no matvec adds has launches of its own. They write B t, plus the residual if
-// nothing comes between, to scratch memory; the product with w then adds that as its residual.
+// An adapter that no matvec adds has launches of its own. They write B t to scratch memory, and add
+// the residual unless a gate or an activation comes before it; the product with w then adds this
+// sum as its residual.
 static void rocq__product_adapter(rocq__job *job, rocq__product *g) {
     const rocq_matmul_params *p = g->p;
     rocq_tensor t = *p->lora_t;
@@ -22672,6 +22684,8 @@ static bool rocq__few_floats(const rocq_ctx *ctx, const rocq_matmul_params *chai
     return chain->x->format != ROCQ_F16;
 }
 
+// Makes x for each path that a product of the chain takes, then launches the products, as many at
+// once as rocq__product_run says.
 static void rocq__job_matmul(rocq__job *job, const void *params) {
     const rocq_matmul_params *p = (const rocq_matmul_params *)params;
     rocq__product g[ROCQ_K_PRODUCTS];
@@ -22722,6 +22736,7 @@ static void rocq__job_matmul(rocq__job *job, const void *params) {
 
 enum { ROCQ__ROPE_DIMS = 512 }; // largest n_dims: the 8 bits of power[] number 256 pairs
 
+// Sets the args by which a kernel rotates heads: all that does not depend on the token.
 static void rocq__job_rotation(rocq__job *job, const rocq_rope_config *p, const rocq_tensor *pos,
                                int64_t head_dim, rocq_k_rotation *args) {
     const int64_t n_dims = rocq__rope_dims(p, head_dim);
@@ -22765,9 +22780,9 @@ enum {
 static const int32_t rocq__head_dims[] = {ROCQ_K_HEAD_DIMS(ROCQ_X, )};
 #undef ROCQ_X
 
-// The time that a block of threads needs for a row of K or V, as the number of bytes that it reads
-// in that time where reading is all it does. A row of F32, F16 or BF16 counts its size; a row of
-// codes counts 1.5 times that of F16, because they have to be unpacked.
+// The time that a block of threads takes for a row of K or V, given as the bytes that could be read
+// in that time. For a row of F32, F16 or BF16 that is its size; a row of codes counts as 1.5 times
+// one of F16, because they have to be unpacked.
 static double rocq__attention_row_bytes(int32_t format, int32_t head_dim) {
     const bool plain = rocq__is_plain((rocq_format)format);
     return plain ? (double)rocq__bytes((rocq_format)format, head_dim) : 3.0 * head_dim;
@@ -22871,11 +22886,12 @@ static bool rocq__attention_lds_wide(const rocq__chip *chip, const rocq_attentio
 
 // The threads of a block of the kernels attention_lds for heads up to 256, or 0 where others take
 // this attention. They support neither a mask, nor pages, nor Q in other formats than F32 and F16,
-// nor K or V times H, nor plain rows that are not whole vectors or are over 16 MB apart. As in the
-// rule for prefill, over half of the columns of a tile must exist. On an H100 they lose where tiles
-// are few, since attention_decode would have more splits: they are not taken with fewer than a
-// fifth as many blocks as units, unless K and V are short and the head is up to 128. 128 columns a
-// block win for heads of 128, from three quarters of the units on, and 64 else.
+// nor K or V in the layout HADAMARD, nor plain rows that are not whole vectors or are over 16 MB
+// apart. As in the rule for prefill, over half of the columns of a tile must exist. On an H100 they
+// are slower where tiles are few, since attention_decode would have more splits: they are not taken
+// with fewer than a fifth as many blocks as units, unless K and V are short and the head is up to
+// 128. A block has 128 columns for heads of 65 to 128 where such blocks are enough for three quarters
+// of the units, else 64.
 static int rocq__attention_lds(const rocq__chip *chip, const rocq_attention_params *p,
                                const rocq__site *site) {
     const rocq_tensor *const all[3] = {p->q, p->k, p->v};
@@ -22990,6 +23006,7 @@ static rocq__attention_grid rocq__attention_cut(rocq_ctx *ctx, const rocq_attent
     return g;
 }
 
+// The args of an attention, but for scratch memory and what a rope_append joined with it adds.
 static rocq_k_attention_args rocq__attention_args(const rocq_attention_params *p,
                                                   const rocq__attention_grid *g) {
     const int64_t group = p->q->ne[1] / p->k->ne[1];
@@ -23024,8 +23041,8 @@ static rocq_k_attention_args rocq__attention_args(const rocq_attention_params *p
     return args;
 }
 
-// The time cap must not be too late: as if every query saw all that is there, and with K and V read
-// anew for each tile of queries.
+// The most that an attention can cost, for the time cap, which must hold in any case: as if every
+// query saw all positions, and K and V were read again for each tile of queries.
 static rocq__cost rocq__attention_most(const rocq__job *job, const rocq_attention_params *p,
                                        int64_t n_tiles) {
     rocq_attention_params all = *p;
@@ -23275,6 +23292,7 @@ static int32_t rocq__conv_splits(double at_once, int64_t tiles, int64_t patches,
     return best;
 }
 
+// Sets the args that say how positions of y, x and w belong together.
 static void rocq__conv_shape_args(rocq_k_conv_args *args, const rocq__conv_shape *s) {
     args->m = (int32_t)s->m;
     args->c = (int32_t)s->c;
@@ -23300,6 +23318,7 @@ static void rocq__conv_shape_args(rocq_k_conv_args *args, const rocq__conv_shape
     args->patch_w_inverse = 65536 / args->patch_w + 1;
 }
 
+// Sets the args that describe the operands, but for w, and what is done to their elements.
 static void rocq__conv_operand_args(rocq_k_conv_args *args, const rocq_conv_params *p,
                                     const rocq__conv_shape *s) {
     args->y = rocq__k_tensor(p->y);
@@ -23592,6 +23611,7 @@ static int64_t rocq__row_stride(const rocq_tensor *t) {
     return t ? t->stride[1] : 0;
 }
 
+// The args of a choice of experts, which kernel route makes, or router behind its products.
 static rocq_k_route_args rocq__route_args(const rocq_route_params *p) {
     rocq_k_route_args args;
     memset(&args, 0, sizeof args);
@@ -23673,6 +23693,7 @@ static void rocq__slice_planes(const rocq_tensor *t, int64_t bytes[6]) {
     }
 }
 
+// The args of a product by expert, but for those that only some of its kernels take.
 static rocq_k_experts_args rocq__experts_args(const rocq__expert_product *g) {
     const rocq_experts_params *p = g->p;
     rocq_k_experts_args args;
@@ -24345,6 +24366,7 @@ static void rocq__job_adamw(rocq__job *job, const void *params) {
 
 // -- choices: by rule, or what was found --
 
+// The configuration of a site by the rule of its kind.
 static rocq_launch_config rocq__rule_of(const rocq__chip *chip, const rocq__site *s) {
     return s->kind == ROCQ__KIND_MATVEC  ? rocq__rule_matvec(chip, s)
            : s->kind == ROCQ__KIND_TILES ? rocq__rule_tiles(chip, s)
@@ -24952,6 +24974,7 @@ static rocq_result rocq__check_none(rocq_ctx *ctx, const char *op, const void *p
     return ROCQ_OK;
 }
 
+// Checks a product's adapters: that their operands are there together and a launch can have them.
 static rocq_result rocq__check_lora(rocq_ctx *ctx, const char *op, const rocq_matmul_params *p) {
     if (!p->lora_b != !p->lora_t || !p->lora_b2 != !p->lora_t2 || (p->lora_b2 && !p->w2)) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "matmul: lora_b needs lora_t, lora_b2 needs w2 and "
@@ -24970,6 +24993,7 @@ static rocq_result rocq__check_lora(rocq_ctx *ctx, const char *op, const rocq_ma
     return ROCQ__RANGE(lora_scale, -FLT_MAX, FLT_MAX);
 }
 
+// Checks one product of a chain, operands included.
 static rocq_result rocq__check_product(rocq_ctx *ctx, const char *op,
                                        const rocq_matmul_params *p) {
     ROCQ__TRY(rocq__check_operands(ctx, op, ROCQ_OP_MATMUL, p));
@@ -25358,8 +25382,6 @@ static rocq_result rocq__check_attention_backward(rocq_ctx *ctx, const char *op,
     return rocq__check_attention(ctx, op, &forward);
 }
 
-// cross_entropy, grad_norm, adamw
-
 static rocq_result rocq__check_cross_entropy(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_cross_entropy_params *p = (const rocq_cross_entropy_params *)params;
     if (!p->loss && !p->dlogits) {
@@ -25621,11 +25643,11 @@ static double rocq__bytes_moved(rocq_op op, const void *params, const rocq_tenso
 }
 
 // Sets the flops of an op, and how many of them the matrix unit does (cost->matrix). Flops are two
-// for each weight and column of a product, as often as it has gradients in the backward; four for
-// each element of q and position it meets in attention, ten in its backward; seven for each token
-// and element of a delta net's state; else one for each element of the first operand that is
-// COUNTED, or of the output if none is. positions: of K and V, that attention reads. Returns false
-// where only the GPU knows the lengths.
+// for each weight and column of a product, and in its backward two for each gradient that is asked
+// for; four for each element of q and position it meets in attention, ten in its backward; seven
+// for each token and element of a delta net's state; else one for each element of the first operand
+// that is COUNTED, or of the output if none is. *positions becomes the number of positions of K and
+// V that attention reads. Returns false where only the GPU knows the lengths.
 static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *params,
                               rocq__cost *cost, double *positions) {
     double scores;
@@ -26923,8 +26945,8 @@ struct rocq_pool {
     rocq_memory memory; // HOST, PINNED (of a GPU context only) or DEVICE
     bool by_formula;    // all classes are the default ones, so no search is needed
     bool exact, thread_safe;
-    const bool *lost;   // the GPU's flag; &never for host memory and for a thread-safe pool
-    bool never;
+    const bool *lost;   // the GPU's flag, or, for host memory and in a thread-safe pool, `never`
+    bool never;         // false
     int64_t most;       // largest request
     int64_t quick_most; // largest request that needs neither lock nor search for its class, or 0
     int64_t live_bytes, peak_bytes;
@@ -27461,6 +27483,7 @@ static void rocq__pool_rates(rocq_pool_stats *s) {
     }
 }
 
+// The statistics of one class.
 static rocq_pool_stats rocq__size_class_stats(const rocq__size_class *cls) {
     rocq_pool_stats s;
     memset(&s, 0, sizeof s);
@@ -27481,6 +27504,7 @@ static rocq_pool_stats rocq__size_class_stats(const rocq__size_class *cls) {
     return s;
 }
 
+// The statistics of the whole pool. It has its own peaks: those of its classes came at other times.
 static rocq_pool_stats rocq__pool_total(const rocq_pool *pool) {
     rocq_pool_stats total;
     memset(&total, 0, sizeof total);
@@ -28053,7 +28077,8 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
     const int32_t begin = size > 0 ? ROCQ__MIN(first / size, end) : 0; // pages [begin, end) change
     const int32_t out = whole ? n / size : 0; // pages that are dropped
     int32_t *table = rocq__kv_table(kv, seq);
-    // Shared pages come before own ones: if one is copied, dropping those before it frees no page.
+    // A sequence's shared pages come before its own. So if one has to be copied, all pages that are
+    // dropped before it are shared, too, and dropping them frees none.
     const int32_t want = first < left ? rocq__kv_shared(kv, seq, begin + out, end + out) : 0;
     ROCQ__TRY(rocq__kv_want_pages(kv, "kv_shift", want, kv->n_free));
     // rocq_kv_create has reserved it, but a larger rocq_reserve that failed may have freed it.
@@ -28185,6 +28210,7 @@ ROCQ_DEF rocq_result rocq_kv_save(rocq_kv *kv, int32_t seq, void *dst, int64_t s
     return ROCQ_OK;
 }
 
+// Checks that src is a whole snapshot that fits this cache, and gives its header.
 static rocq_result rocq__kv_check_snapshot(const rocq_kv *kv, const void *src, int64_t size,
                                            rocq__kv_header *h) {
     const int64_t head = (int64_t)sizeof *h;
@@ -28945,6 +28971,7 @@ ROCQ_DEF rocq_result rocq_get_stats(const rocq_ctx *ctx, rocq_stats *stats) {
     return ROCQ_OK;
 }
 
+// Waits for the GPU, and reports the bad values that kernels have met since the last call.
 static rocq_result rocq__sync_hip(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     ROCQ__TRY_HIP("sync",
@@ -30302,6 +30329,7 @@ static const rocq__times *rocq__times_of(const rocq__region *r) {
     return gpu ? &r->gpu : &r->host;
 }
 
+// The results of a region, from the events that have been folded.
 static void rocq__region_stats(const rocq__profile *p, int32_t index, rocq_region_stats *stats) {
     rocq__region *r = &p->regions[index];
     const rocq__times *times = rocq__times_of(r);
@@ -30391,6 +30419,7 @@ static void rocq__report_rows(rocq__output *out, const rocq__profile *p, int32_t
     }
 }
 
+// The report as text: a table with a line for each region, indented by its depth.
 static void rocq__report_table(rocq__output *out, const rocq__profile *p) {
     int width = 6;
     for (int32_t i = 0; i < p->n_regions; i++) {
@@ -30437,6 +30466,7 @@ static void rocq__json_string(rocq__output *out, const char *name, const char *t
     rocq__print(out, "%s", then);
 }
 
+// The report as one JSON object, with a list of the regions.
 static void rocq__report_json(rocq__output *out, const rocq_ctx *ctx, const rocq__profile *p) {
     rocq__print(out, "{");
     rocq__json_string(out, "device", ctx->device, ", ");
@@ -30461,6 +30491,7 @@ static void rocq__report_json(rocq__output *out, const rocq_ctx *ctx, const rocq
     rocq__print(out, "\n ]}\n");
 }
 
+// The report as a trace in JSON, which Perfetto and chrome://tracing open.
 static void rocq__report_trace(rocq__output *out, const rocq_ctx *ctx, const rocq__profile *p) {
     const char *const names[3] = {ctx->device, "host", "GPU"};
     rocq__print(out, "{\"displayTimeUnit\": \"ns\", ");
@@ -31104,6 +31135,7 @@ typedef struct rocq__tuning_header {
 
 enum { ROCQ__TUNING_VERSION = 2 }; // 1 was text
 
+// The header of a file for this device, without its checksum.
 static rocq__tuning_header rocq__tuning_header_of(const rocq_ctx *ctx, int32_t n_results) {
     const rocq__gpu *gpu = ctx->gpu;
     rocq__tuning_header h;
@@ -31277,9 +31309,9 @@ ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const void *data, int64_t s
 // ---------------------------------------------------------------------------------------------
 
 #if ROCQ__HAS_WARM
-// On the CPU ops are rehearsed with their own weights and scratch memory. All else may have no
-// contents yet: activations, caches, masks, and weights that an op of the graph makes. Stand-ins
-// take their place: floats are 0, and integers are 1, which is a valid index and length.
+// On the CPU ops are rehearsed with their own weights and scratch memory. Their other operands may
+// have no contents yet: activations, caches, masks, and weights that an op of the graph makes.
+// Stand-ins take their place: floats are 0, and integers are 1, which is a valid index and length.
 
 // Whether an op of the graph may write to t.
 static bool rocq__graph_writes(const rocq_graph *graph, const rocq_tensor *t) {
