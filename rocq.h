@@ -22861,13 +22861,17 @@ static bool rocq__attention_aligned(const rocq_tensor *t) {
     return (((uint64_t)(uintptr_t)k.data | (uint64_t)all) & 15) == 0;
 }
 
+// Whether t is F16 that the kernels can read 16 bytes at a time.
+static bool rocq__attention_halves(const rocq_tensor *t) {
+    return t->format == ROCQ_F16 && t->layout == ROCQ_LAYOUT_GGUF && rocq__attention_aligned(t);
+}
+
 // Whether the kernel attention_lds_512 takes this attention: a head of 512 for each KV head, all of
 // whose queries see all positions, in plain F16, on a chip that has such kernels. As in the rule
 // for prefill, over half of a tile's queries must exist. There must be tiles for a quarter of the
 // chip's units: from there on attention_decode, whose tiles are a quarter as large, has one for
 // every unit.
 static bool rocq__attention_lds_wide(const rocq__chip *chip, const rocq_attention_params *p) {
-    const rocq_tensor *const all[3] = {p->q, p->k, p->v};
     const int64_t tile = ROCQ_K_PREFILL_COLUMNS(512), n_tiles = (p->q->ne[2] + tile - 1) / tile;
     if (!chip->lds_tiles || p->q->ne[0] != 512 || p->q->ne[1] != p->k->ne[1] || p->mask ||
         p->kv_len || p->page_table || p->causal || p->window > 0 || p->softcap > 0.0f ||
@@ -22875,13 +22879,8 @@ static bool rocq__attention_lds_wide(const rocq__chip *chip, const rocq_attentio
         4 * n_tiles * p->q->ne[1] * p->q->ne[3] < chip->n_units) {
         return false;
     }
-    for (int i = 0; i < 3; i++) {
-        if (all[i]->format != ROCQ_F16 || all[i]->layout != ROCQ_LAYOUT_GGUF ||
-            !rocq__attention_aligned(all[i])) {
-            return false;
-        }
-    }
-    return true;
+    return rocq__attention_halves(p->q) && rocq__attention_halves(p->k) &&
+           rocq__attention_halves(p->v);
 }
 
 // The threads of a block of the kernels attention_lds for heads up to 256, or 0 where others take
@@ -22890,8 +22889,8 @@ static bool rocq__attention_lds_wide(const rocq__chip *chip, const rocq_attentio
 // apart. As in the rule for prefill, over half of the columns of a tile must exist. On an H100 they
 // are slower where tiles are few, since attention_decode would have more splits: they are not taken
 // with fewer than a fifth as many blocks as units, unless K and V are short and the head is up to
-// 128. A block has 128 columns for heads of 65 to 128 where such blocks are enough for three quarters
-// of the units, else 64.
+// 128. A block has 128 columns for heads of 65 to 128 where such blocks are enough for three
+// quarters of the units, else 64.
 static int rocq__attention_lds(const rocq__chip *chip, const rocq_attention_params *p,
                                const rocq__site *site) {
     const rocq_tensor *const all[3] = {p->q, p->k, p->v};
@@ -22931,8 +22930,7 @@ static bool rocq__attention_steps(const rocq__chip *chip, const rocq_attention_p
         return false;
     }
     for (int i = 0; i < 2; i++) {
-        if (kv[i]->format != ROCQ_F16 || kv[i]->layout != ROCQ_LAYOUT_GGUF ||
-            !rocq__attention_aligned(kv[i]) || rocq__k_tensor(kv[i]).stride[1] >= 1 << 24) {
+        if (!rocq__attention_halves(kv[i]) || rocq__k_tensor(kv[i]).stride[1] >= 1 << 24) {
             return false;
         }
     }
