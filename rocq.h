@@ -27248,10 +27248,9 @@ ROCQ_DEF rocq_result rocq_pool_create(rocq_ctx *ctx, rocq_pool **pool_at,
         classes[c].free = -1;
     }
     pool->ctx = ctx;
-    pool->memory = d.memory != ROCQ_MEMORY_DEFAULT ? d.memory
-                   : rocq__on_gpu(ctx)             ? ROCQ_MEMORY_DEVICE
-                                                   : ROCQ_MEMORY_HOST;
-    if (!rocq__on_gpu(ctx)) pool->memory = ROCQ_MEMORY_HOST;
+    pool->memory = !rocq__on_gpu(ctx)                ? ROCQ_MEMORY_HOST
+                   : d.memory != ROCQ_MEMORY_DEFAULT ? d.memory
+                                                     : ROCQ_MEMORY_DEVICE;
     pool->by_formula = d.n_classes == 0;
     pool->exact = d.exact;
     pool->thread_safe = d.thread_safe;
@@ -31365,7 +31364,7 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     unsigned char *memory = NULL;
     const rocq__lent now = ctx->lent;
     int64_t most = 1, scratch = 0; // of ops with lent memory, which is not written yet
-    for (rocq__node *node = graph->first; node && result == ROCQ_OK; node = node->next) {
+    for (rocq__node *node = graph->first; node; node = node->next) {
         result = rocq__node_copy(ctx, node->op, node->params, end);
         if (result != ROCQ_OK) break;
         if (node->lent.size > 0) {
