@@ -28791,31 +28791,29 @@ static const rocq__preset rocq__presets[] = {
 };
 
 // What is wrong with a desc, or NULL.
-static const char *rocq__desc_fault(const rocq_desc *desc) {
-    if (!desc->allocator.alloc != !desc->allocator.free) {
-        return "one of allocator.alloc and free is NULL";
-    }
-    if ((int)desc->prefer < 0 || desc->prefer > ROCQ_BACKEND_GPU) {
-        return "unknown backend in prefer";
-    }
-    if (desc->n_threads < 0) return "n_threads is negative";
-    if (desc->memory_budget < 0 || desc->scratch_bytes < 0) return "a size is negative";
-    if (desc->device < 0) return "device is negative";
-    if ((int)desc->precision < 0 || desc->precision > ROCQ_PRECISION_INT8) {
-        return "unknown precision";
-    }
-    if (desc->dispatch_us < -1) return "dispatch_us is less than -1";
-    if (desc->slice_us < 0) return "slice_us is negative";
-    if ((int)desc->sharing < 0 || desc->sharing > ROCQ_SHARING_COMPUTE_FIRST) {
-        return "unknown preset in sharing";
-    }
-    if ((int)desc->cpu_tier < 0 || desc->cpu_tier > ROCQ_CPU_AVX512) return "unknown cpu_tier";
-    if ((int)desc->priority < 0 || desc->priority > ROCQ_PRIORITY_HIGH) return "unknown priority";
-    if (desc->max_units < -1 || desc->max_waves < -1) {
-        return "max_units or max_waves is less than -1";
-    }
-    if (desc->kernels_data && (desc->kernels_path || desc->kernels_size < 1)) {
-        return "kernels_data needs kernels_size, and no kernels_path beside it";
+static const char *rocq__desc_fault(const rocq_desc *d) {
+    const struct {
+        bool wrong;
+        const char *what;
+    } faults[] = {
+        {!d->allocator.alloc != !d->allocator.free, "one of allocator.alloc and free is NULL"},
+        {(int)d->prefer < 0 || d->prefer > ROCQ_BACKEND_GPU, "unknown backend in prefer"},
+        {d->n_threads < 0, "n_threads is negative"},
+        {d->memory_budget < 0 || d->scratch_bytes < 0, "a size is negative"},
+        {d->device < 0, "device is negative"},
+        {(int)d->precision < 0 || d->precision > ROCQ_PRECISION_INT8, "unknown precision"},
+        {d->dispatch_us < -1, "dispatch_us is less than -1"},
+        {d->slice_us < 0, "slice_us is negative"},
+        {(int)d->sharing < 0 || d->sharing > ROCQ_SHARING_COMPUTE_FIRST,
+         "unknown preset in sharing"},
+        {(int)d->cpu_tier < 0 || d->cpu_tier > ROCQ_CPU_AVX512, "unknown cpu_tier"},
+        {(int)d->priority < 0 || d->priority > ROCQ_PRIORITY_HIGH, "unknown priority"},
+        {d->max_units < -1 || d->max_waves < -1, "max_units or max_waves is less than -1"},
+        {d->kernels_data && (d->kernels_path || d->kernels_size < 1),
+         "kernels_data needs kernels_size, and no kernels_path beside it"},
+    };
+    for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++) {
+        if (faults[i].wrong) return faults[i].what;
     }
     return NULL;
 }
@@ -30856,24 +30854,23 @@ static rocq_result rocq__tune_compare(rocq__tuning *t, const rocq_launch_config 
     return ROCQ_OK;
 }
 
-// Records a row of the default. The time of a single op tells how many make a row.
-static rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
-    t->n_runs = 1;
+// Records t->rule_row, n_runs ops with the default, and times it.
+static rocq_result rocq__tune_rule_row(rocq__tuning *t, int32_t n_runs, double *ns) {
+    t->n_runs = n_runs;
     ROCQ__TRY(rocq__tune_record(t, &t->rule, &t->rule_row));
-    for (int32_t i = 0; i < 2; i++) { // the first also warms up
-        ROCQ__TRY(rocq__tune_sample(t, &t->rule, t->rule_row, ns));
-    }
+    ROCQ__TRY(rocq__tune_sample(t, &t->rule, t->rule_row, ns)); // warms up
+    return rocq__tune_sample(t, &t->rule, t->rule_row, ns);
+}
+
+// Makes the row of the default. The time of a single op tells how many make a row.
+static rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
+    ROCQ__TRY(rocq__tune_rule_row(t, 1, ns));
     rocq_graph_destroy(t->ctx, &t->rule_row);
     if (t->ctx->gpu->lost) return ROCQ_E_LOST; // rocq_graph_destroy may have found that
     const double most = ROCQ__TUNE_RUNS, fit = (double)ROCQ__TUNE_ROW_NS / *ns;
     const int32_t n = (int32_t)ROCQ__MAX(ROCQ__MIN(fit, most), 1.0);
     t->n_params = ROCQ__MIN(t->n_params, n);
-    t->n_runs = n / t->n_params * t->n_params;
-    ROCQ__TRY(rocq__tune_record(t, &t->rule, &t->rule_row));
-    for (int32_t i = 0; i < 2; i++) {
-        ROCQ__TRY(rocq__tune_sample(t, &t->rule, t->rule_row, ns));
-    }
-    return ROCQ_OK;
+    return rocq__tune_rule_row(t, n / t->n_params * t->n_params, ns);
 }
 
 // Whether to try a configuration: not the default again, nor what the caller lists but the class
