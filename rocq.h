@@ -21566,8 +21566,8 @@ static void rocq__job_refuse(rocq__job *job, const char *format, ...) {
 enum { ROCQ__GRID_Z = 65535 }; // most blocks of a grid in z, as the HIP runtime has it
 
 // The one place that checks whether a grid is too large. Launches without a job have few blocks.
-static void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t grid_z,
-                             int threads, void *args) {
+static void rocq__job_launch_threads(rocq__job *job, int kernel, int64_t grid_x, int64_t grid_z,
+                                     int threads, void *args) {
     if (job->result != ROCQ_OK) return;
     if (grid_x > INT32_MAX || grid_z > ROCQ__GRID_Z) {
         rocq__job_refuse(job, "a grid of %lld x %lld blocks", (long long)grid_x, (long long)grid_z);
@@ -21576,6 +21576,12 @@ static void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t
     } else {
         job->result = rocq__launch(job->ctx, kernel, grid_x, grid_z, threads, args, job->cost);
     }
+}
+
+// The same with as many threads to a block as the table of kernels has.
+static void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t grid_z,
+                             void *args) {
+    rocq__job_launch_threads(job, kernel, grid_x, grid_z, rocq__kernels[kernel].threads, args);
 }
 
 // Takes scratch memory for a tensor whose rows lie `pitch` elements apart.
@@ -21683,7 +21689,7 @@ static void rocq__job_map_launch(rocq__job *job, rocq_op op, const void *params)
     rocq__job_row(job, y->ne[0]);
     const int64_t blocks = copy ? rocq__item_blocks(job, y, rocq__bytes(y->format, y->ne[0]), 16)
                                 : rocq__item_blocks(job, y, y->ne[0], 4);
-    rocq__job_launch(job, ROCQ_K_map, blocks, 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_map, blocks, 1, &args);
 }
 
 // y = x, both of formats that the map kernel reads and writes.
@@ -21701,7 +21707,7 @@ static void rocq__job_decode(rocq__job *job, const rocq_tensor *y, const rocq_te
     args.ids = (const int32_t *)rocq__device_data(ids);
     args.scale = scale;
     rocq__job_row(job, y->ne[0]);
-    rocq__job_launch(job, ROCQ_K_decode, rocq__item_blocks(job, y, y->ne[0], 4), 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_decode, rocq__item_blocks(job, y, y->ne[0], 4), 1, &args);
 }
 
 static void rocq__job_repack(rocq__job *job, const rocq_tensor *planar, const rocq_tensor *x) {
@@ -21710,7 +21716,7 @@ static void rocq__job_repack(rocq__job *job, const rocq_tensor *planar, const ro
     args.src = rocq__k_tensor(x);
     args.dst = rocq__device_data(planar);
     args.n_units = rocq_tensor_count(x) / 32;
-    rocq__job_launch(job, ROCQ_K_repack, rocq__item_blocks(job, x, x->ne[0], 32), 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_repack, rocq__item_blocks(job, x, x->ne[0], 32), 1, &args);
 }
 
 // y = x in y's format and layout: copied, repacked, decoded, encoded, or decoded and then encoded.
@@ -22064,12 +22070,11 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
             args.row.y = rocq__device_data(norm->y);
         }
     }
-    const int threads = low ? ROCQ_K_MATVEC_LOW_THREADS : 256;
     if (low && !job->planning) args.low.words = job->ctx->gpu->low_words;
     for (int64_t i3 = 0; i3 < x->ne[3]; i3++) {
         for (int64_t i2 = 0; i2 < x->ne[2]; i2++) {
             rocq__matvec_move(&args, g, n_products, x, i2, i3);
-            rocq__job_launch(job, kernel, blocks, 1, threads, &args);
+            rocq__job_launch(job, kernel, blocks, 1, &args);
         }
     }
 }
@@ -22334,8 +22339,7 @@ static rocq_tensor rocq__product_halves(rocq__job *job, const rocq_tensor *w) {
     args.product[0].work = (float *)rocq__device_data(&halves);
     args.product[0].format = (int32_t)w->format;
     job->cost = cost;
-    rocq__job_launch(job, ROCQ_K_matmul_halves, (rocq_tensor_count(w) / 32 + 255) / 256, 1, 256,
-                     &args);
+    rocq__job_launch(job, ROCQ_K_matmul_halves, (rocq_tensor_count(w) / 32 + 255) / 256, 1, &args);
     product.bytes += 2.0 * count - bytes;
     job->cost = product;
     return halves;
@@ -22451,7 +22455,7 @@ static void rocq__product_grid(rocq__job *job, const rocq__tiles *t, int32_t n_p
         p->tiles_m = (int32_t)((p->m + t->m - 1) / t->m);
         blocks += (int64_t)p->tiles_m * args->tiles_n * t->n_splits;
     }
-    rocq__job_launch(job, t->kernel, blocks, n_matrices, t->threads, args);
+    rocq__job_launch_threads(job, t->kernel, blocks, n_matrices, t->threads, args);
 }
 
 // Launches n_products products of one x, path and kernel as tiles, all in one launch.
@@ -23087,7 +23091,7 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
         args.counter = rocq__job_counters(job, ne[2]);
     }
     job->cost = rocq__attention_most(job, p, g.n_tiles);
-    rocq__job_launch(job, g.kernel, g.blocks * g.n_splits, 1, g.threads, &args);
+    rocq__job_launch_threads(job, g.kernel, g.blocks * g.n_splits, 1, g.threads, &args);
 }
 
 // -- rmsnorm, layernorm --
@@ -23128,7 +23132,7 @@ static void rocq__job_norm(rocq__job *job, const void *params) {
         args.of[1] = rocq__norm_rows(job->before->norm);
         n_rows += rocq__n_rows(job->before->norm->x);
     }
-    rocq__job_launch(job, ROCQ_K_norm, n_rows, 1, rocq__norm_threads(job->ctx, p), &args);
+    rocq__job_launch_threads(job, ROCQ_K_norm, n_rows, 1, rocq__norm_threads(job->ctx, p), &args);
 }
 
 // -- rope, rope_append --
@@ -23156,7 +23160,7 @@ static void rocq__job_rope_launch(rocq__job *job, rocq_k_rope_args *args) {
     }
     if (blocks > UINT32_MAX) blocks = UINT32_MAX; // more than a launch can have
     args->slices = (uint32_t)blocks;
-    rocq__job_launch(job, ROCQ_K_rope, n_tokens * blocks, 1, 256, args);
+    rocq__job_launch(job, ROCQ_K_rope, n_tokens * blocks, 1, args);
 }
 
 static void rocq__job_rope(rocq__job *job, const void *params) {
@@ -23203,8 +23207,8 @@ static void rocq__job_softmax(rocq__job *job, const void *params) {
     args.scale = p->scale != 0.0f ? p->scale : 1.0f;
     rocq__job_row(job, p->x->ne[0]);
     job->cost.bytes += 4.0 * (double)rocq_tensor_count(p->x); // read once for the sum as well
-    rocq__job_launch(job, ROCQ_K_softmax, rocq__n_rows(p->x), 1, rocq__row_threads(p->x->ne[0]),
-                     &args);
+    rocq__job_launch_threads(job, ROCQ_K_softmax, rocq__n_rows(p->x), 1,
+                             rocq__row_threads(p->x->ne[0]), &args);
 }
 
 static void rocq__job_gather(rocq__job *job, const void *params) {
@@ -23220,7 +23224,7 @@ static void rocq__job_argmax(rocq__job *job, const void *params) {
     args.x = rocq__k_tensor(p->x);
     rocq__job_row(job, p->x->ne[0]);
     const int threads = p->x->ne[0] > 8192 ? 1024 : rocq__row_threads(p->x->ne[0]);
-    rocq__job_launch(job, ROCQ_K_argmax, p->x->ne[1], 1, threads, &args);
+    rocq__job_launch_threads(job, ROCQ_K_argmax, p->x->ne[1], 1, threads, &args);
 }
 
 static void rocq__job_sample(rocq__job *job, const void *params) {
@@ -23247,7 +23251,7 @@ static void rocq__job_sample(rocq__job *job, const void *params) {
     args.presence_penalty = p->presence_penalty;
     args.uniform_hi = (float)draw;
     args.uniform_lo = (float)(draw - (double)args.uniform_hi);
-    rocq__job_launch(job, ROCQ_K_sample, 1, 1, 1024, &args);
+    rocq__job_launch(job, ROCQ_K_sample, 1, 1, &args);
 }
 
 // -- conv, norm_stats, resize, pixels --
@@ -23407,7 +23411,7 @@ static void rocq__job_conv_input(rocq__job *job, const rocq_conv_params *p,
     rocq_k_conv_args pass = *args;
     pass.y = rocq__k_tensor(&z);
     const int64_t fours = (p->x->ne[1] * p->x->ne[2] + 3) / 4, threads = p->x->ne[0] / 8 * fours;
-    rocq__job_launch(job, ROCQ_K_conv_input, (threads + 255) / 256, p->x->ne[3], 256, &pass);
+    rocq__job_launch(job, ROCQ_K_conv_input, (threads + 255) / 256, p->x->ne[3], &pass);
     args->x = pass.y;
     args->stats = rocq__k_tensor(NULL);
     args->norm_weight = args->norm_bias = NULL;
@@ -23429,7 +23433,7 @@ static void rocq__conv_launch_ahead(rocq__job *job, const rocq__conv_launch *lau
     rocq__gpu *gpu = job->ctx->gpu;
     args->w_ahead = gpu->conv_at > 0 && gpu->conv_at == gpu->n_launched &&
                     !rocq__ranges_cross(gpu->conv_y, rocq__range_of(launch->w));
-    rocq__job_launch(job, launch->kernel, args->n_blocks, 1, launch->threads, args);
+    rocq__job_launch_threads(job, launch->kernel, args->n_blocks, 1, launch->threads, args);
     if (job->planning || job->result != ROCQ_OK) return; // nothing was launched
     gpu->conv_ahead = args->w_ahead;
     gpu->conv_y = rocq__range_of(launch->y);
@@ -23456,7 +23460,7 @@ static void rocq__conv_launch_tiles(rocq__job *job, const rocq__conv_launch *lau
         if (launch->kernel != ROCQ_K_conv_lds_128) {
             rocq__conv_launch_ahead(job, launch, args);
         } else {
-            rocq__job_launch(job, launch->kernel, args->n_blocks, 1, launch->threads, args);
+            rocq__job_launch(job, launch->kernel, args->n_blocks, 1, args); // of conv_lds_128
         }
     }
 }
@@ -23530,13 +23534,13 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     if (lds == ROCQ_K_conv_lds_128) {
         rocq__conv_launch_tiles(job, &launch, tiles * args.n_splits * frames, 1, &args);
     } else {
-        rocq__job_launch(job, any, tiles * args.n_splits, frames, 128, &args);
+        rocq__job_launch(job, any, tiles * args.n_splits, frames, &args);
     }
     if (args.n_splits == 1) return;
     const double added = (double)rocq_tensor_count(p->y) * args.n_splits;
     const rocq__cost merge = {4.0 * added, added, 0.0};
     job->cost = merge;
-    rocq__job_launch(job, ROCQ_K_conv_merge, rocq__item_blocks(job, p->y, s.m, 8), 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_conv_merge, rocq__item_blocks(job, p->y, s.m, 8), 1, &args);
 }
 
 static void rocq__job_norm_stats(rocq__job *job, const void *params) {
@@ -23552,7 +23556,7 @@ static void rocq__job_norm_stats(rocq__job *job, const void *params) {
     rocq__job_row(job, x->ne[0]);
     if (p->stats && p->stats->ne[0] == 1) {
         const int64_t eights = (rocq__n_rows(x) + 7) / 8;
-        rocq__job_launch(job, ROCQ_K_norm_stats_positions, eights, 1, 256, &args);
+        rocq__job_launch(job, ROCQ_K_norm_stats_positions, eights, 1, &args);
         return;
     }
     const int64_t groups = (p->stats ? p->stats : p->moments)->ne[1];
@@ -23573,8 +23577,8 @@ static void rocq__job_norm_stats(rocq__job *job, const void *params) {
     args.packed = x->ne[2] == 1 || x->stride[2] == x->ne[1] * x->stride[1];
     args.wide = rocq__k_wide(x);
     args.work = rocq__job_work(job, 2 * x->ne[0], args.n_shares, x->ne[3], 1);
-    rocq__job_launch(job, ROCQ_K_norm_stats, blocks * args.n_shares, x->ne[3], 256, &args);
-    rocq__job_launch(job, ROCQ_K_norm_stats_merge, groups, x->ne[3], 256, &args);
+    rocq__job_launch(job, ROCQ_K_norm_stats, blocks * args.n_shares, x->ne[3], &args);
+    rocq__job_launch(job, ROCQ_K_norm_stats_merge, groups, x->ne[3], &args);
 }
 
 static void rocq__job_resize(rocq__job *job, const void *params) {
@@ -23585,8 +23589,7 @@ static void rocq__job_resize(rocq__job *job, const void *params) {
     args.x = rocq__k_tensor(p->x);
     args.bilinear = p->mode == ROCQ_RESIZE_BILINEAR;
     rocq__job_row(job, p->y->ne[0]);
-    rocq__job_launch(job, ROCQ_K_resize, rocq__item_blocks(job, p->y, p->y->ne[0], 4), 1, 256,
-                     &args);
+    rocq__job_launch(job, ROCQ_K_resize, rocq__item_blocks(job, p->y, p->y->ne[0], 4), 1, &args);
 }
 
 static void rocq__job_pixels(rocq__job *job, const void *params) {
@@ -23600,7 +23603,7 @@ static void rocq__job_pixels(rocq__job *job, const void *params) {
     args.bias = p->bias;
     args.srgb = p->srgb;
     const bool fits = rocq__item_blocks(job, p->y, 1, 1) > 0; // else job->result says so
-    rocq__job_launch(job, ROCQ_K_pixels, fits ? p->y->ne[2] * p->y->ne[3] : 0, 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_pixels, fits ? p->y->ne[2] * p->y->ne[3] : 0, 1, &args);
 }
 
 // -- route, experts --
@@ -23649,7 +23652,7 @@ static void rocq__job_router(rocq__job *job, const rocq_route_params *p) {
     args.route = rocq__route_args(p);
     args.x = (float *)rocq__device_data(before->norm->y);
     args.counter = rocq__job_counters(job, 1);
-    rocq__job_launch(job, ROCQ_K_router, args.n_blocks + 1, 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_router, args.n_blocks + 1, 1, &args);
 }
 
 static void rocq__job_route(rocq__job *job, const void *params) {
@@ -23659,7 +23662,7 @@ static void rocq__job_route(rocq__job *job, const void *params) {
         return;
     }
     rocq_k_route_args args = rocq__route_args(p);
-    rocq__job_launch(job, ROCQ_K_route, p->logits->ne[1], 1, 32, &args);
+    rocq__job_launch(job, ROCQ_K_route, p->logits->ne[1], 1, &args);
 }
 
 // A product by expert whose operands have the form that its kernels read and write.
@@ -23753,7 +23756,7 @@ static void rocq__experts_matvec(rocq__job *job, const rocq__expert_product *g) 
     for (int64_t first = 0; first < n; first += ROCQ__GRID_Z) {
         const int64_t grid_z = ROCQ__MIN(n - first, (int64_t)ROCQ__GRID_Z);
         args.first = (int32_t)first;
-        rocq__job_launch(job, kernel, (m + rows - 1) / rows, grid_z, 256, &args);
+        rocq__job_launch(job, kernel, (m + rows - 1) / rows, grid_z, &args);
     }
 }
 
@@ -23782,7 +23785,7 @@ static void rocq__experts_fetch(rocq__job *job, const rocq__expert_product *g,
     const double bytes = (args.from[1] ? 2.0 : 1.0) * (double)rocq_tensor_size(&slices[0]);
     const rocq__cost cost = {rocq__bus_bytes(job->ctx, bytes), 0.0, 0.0};
     job->cost = cost;
-    rocq__job_launch(job, ROCQ_K_experts_fetch, args.blocks, sort->n_experts, 256, &args);
+    rocq__job_launch(job, ROCQ_K_experts_fetch, args.blocks, sort->n_experts, &args);
 }
 
 // The columns of a tile. With 64 a weight is decoded half as often as with 32, but by half as many
@@ -23835,7 +23838,7 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
         sort.fetched = (int32_t *)((uintptr_t)sort.tiles + (uintptr_t)n_tiles * 16);
     }
     job->cost = none;
-    rocq__job_launch(job, ROCQ_K_experts_sort, n_experts, 1, 256, &sort);
+    rocq__job_launch(job, ROCQ_K_experts_sort, n_experts, 1, &sort);
     if (sort.fetched) rocq__experts_fetch(job, g, &sort, &args.experts.fetched);
     job->cost = cost;
     product->w = sort.weights.w;
@@ -23865,7 +23868,7 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     args.tiles_n = (int32_t)n_tiles;
     const int kernel = ROCQ_K_matmul_experts_f32_32 + 2 * rocq__k_format(g->w.format) +
                        (columns == 64 ? 1 : 0);
-    rocq__job_launch(job, kernel, product->tiles_m * n_tiles, 1, 128, &args);
+    rocq__job_launch(job, kernel, product->tiles_m * n_tiles, 1, &args);
 }
 
 static void rocq__job_experts(rocq__job *job, const void *params) {
@@ -23923,8 +23926,7 @@ static void rocq__job_experts(rocq__job *job, const void *params) {
         args.x_stride = values.stride[1];
         const rocq__cost cost = {4.0 * (double)rocq_tensor_count(&values), 0.0, 0.0};
         job->cost = cost;
-        rocq__job_launch(job, ROCQ_K_experts_merge, g.n * ((p->w->ne[1] + 255) / 256), 1, 256,
-                         &args);
+        rocq__job_launch(job, ROCQ_K_experts_merge, g.n * ((p->w->ne[1] + 255) / 256), 1, &args);
     }
     if (g.y.format != p->y->format) rocq__job_convert(job, p->y, &g.y);
 }
@@ -23948,7 +23950,8 @@ static void rocq__job_shortconv(rocq__job *job, const void *params) {
     args.run = (int32_t)((n + runs - 1) / runs);
     args.activation = (int32_t)p->activation;
     rocq__job_row(job, p->bcx->ne[0]);
-    rocq__job_launch(job, ROCQ_K_shortconv, args.slices * p->y->ne[2], 1, (int)(8 * runs), &args);
+    rocq__job_launch_threads(job, ROCQ_K_shortconv, args.slices * p->y->ne[2], 1, (int)(8 * runs),
+                             &args);
 }
 
 // -- delta_net --
@@ -23981,7 +23984,7 @@ static void rocq__job_delta_net(rocq__job *job, const void *params) {
     rocq__job_row(job, p->v->ne[0]);
     const bool step = p->v->ne[2] < ROCQ__DELTA_LONG;
     rocq__job_launch(job, step ? ROCQ_K_delta_step : ROCQ_K_delta_net, args.slices * n_heads, 1,
-                     step ? 256 : 128, &args);
+                     &args);
 }
 
 // -- matmul_backward --
@@ -24108,12 +24111,12 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
     // Blocks that take longer come first
     const int64_t n_blocks = rocq__backward_blocks(&args, blocks, steps[1] > steps[0]);
     job->cost = rocq__job_cost(job, ROCQ_OP_MATMUL_BACKWARD, p);
-    rocq__job_launch(job, kernel, n_blocks, 1, threads, &args);
+    rocq__job_launch_threads(job, kernel, n_blocks, 1, threads, &args);
     const int64_t n_merges = rocq__backward_blocks(&args, merges, false);
     if (n_merges > 0) {
         const rocq__cost merge = {4.0 * sums, sums, 0.0};
         job->cost = merge;
-        rocq__job_launch(job, ROCQ_K_matmul_backward_merge, n_merges, 1, 256, &args);
+        rocq__job_launch(job, ROCQ_K_matmul_backward_merge, n_merges, 1, &args);
     }
     job->used = mark;
 }
@@ -24221,10 +24224,10 @@ static void rocq__job_attention_backward(rocq__job *job, const void *params) {
     const rocq__cost all = job->cost; // of five products; the kernel does seven, two of them twice
     job->cost.flops = job->cost.matrix = 0.0;
     rocq__job_launch(job, ROCQ_K_attention_backward_tiles,
-                     (args.tiles_q + args.tiles_kv) * heads, 1, 128, &args);
+                     (args.tiles_q + args.tiles_kv) * heads, 1, &args);
     job->cost = all;
     rocq__job_launch(job, ROCQ_K_attention_backward_64 + size, (blocks_kv + blocks_q) * heads, 1,
-                     ROCQ_K_BACK_THREADS(d), &args);
+                     &args);
 }
 
 // -- norm_backward, activate_backward, glu_backward, gather_backward --
@@ -24260,11 +24263,11 @@ static void rocq__job_norm_backward(rocq__job *job, const void *params) {
     }
     const int64_t row_blocks = n > 1024 ? rows : (rows + 7) / 8;
     if (args.n_sums > 0 && rocq__same_tensor(p->dx, p->dy)) { // dy is read before dx is written
-        rocq__job_launch(job, ROCQ_K_norm_backward, args.n_sums, 1, 256, &args);
+        rocq__job_launch(job, ROCQ_K_norm_backward, args.n_sums, 1, &args);
         args.first = (uint32_t)args.n_sums;
-        rocq__job_launch(job, ROCQ_K_norm_backward, row_blocks, 1, 256, &args);
+        rocq__job_launch(job, ROCQ_K_norm_backward, row_blocks, 1, &args);
     } else {
-        rocq__job_launch(job, ROCQ_K_norm_backward, args.n_sums + row_blocks, 1, 256, &args);
+        rocq__job_launch(job, ROCQ_K_norm_backward, args.n_sums + row_blocks, 1, &args);
     }
 }
 
@@ -24280,7 +24283,7 @@ static void rocq__job_map_backward(rocq__job *job, const void *params) {
     args.activation = (int32_t)map.activation;
     rocq__job_row(job, map.dx->ne[0]);
     const int64_t blocks = rocq__item_blocks(job, map.dx, map.dx->ne[0], 4);
-    rocq__job_launch(job, ROCQ_K_map_backward, blocks, 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_map_backward, blocks, 1, &args);
 }
 
 static void rocq__job_gather_backward(rocq__job *job, const void *params) {
@@ -24294,7 +24297,7 @@ static void rocq__job_gather_backward(rocq__job *job, const void *params) {
     args.scale = p->scale != 0.0f ? p->scale : 1.0f;
     rocq__job_row(job, p->dy->ne[0]);
     rocq__job_row(job, p->ids->ne[0]);
-    rocq__job_launch(job, ROCQ_K_gather_backward, p->ids->ne[0], 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_gather_backward, p->ids->ne[0], 1, &args);
 }
 
 // -- cross_entropy, grad_norm, adamw --
@@ -24314,8 +24317,8 @@ static void rocq__job_cross_entropy(rocq__job *job, const void *params) {
     rocq__job_row(job, n);
     // With two columns or more for each unit, small blocks hide each other's waits at barriers.
     const bool many = p->logits->ne[1] >= 2 * rocq__chip_of(job->ctx)->n_units;
-    rocq__job_launch(job, ROCQ_K_cross_entropy, p->logits->ne[1], 1,
-                     n > 8192 && !many ? 1024 : rocq__row_threads(n), &args);
+    rocq__job_launch_threads(job, ROCQ_K_cross_entropy, p->logits->ne[1], 1,
+                             n > 8192 && !many ? 1024 : rocq__row_threads(n), &args);
 }
 
 static void rocq__job_grad_norm(rocq__job *job, const void *params) {
@@ -24331,7 +24334,7 @@ static void rocq__job_grad_norm(rocq__job *job, const void *params) {
     args.growth_interval = p->growth_interval;
     args.work = rocq__job_work(job, args.n_blocks, 1, 1, 1);
     args.counter = rocq__job_counters(job, 1);
-    rocq__job_launch(job, ROCQ_K_grad_norm, args.n_blocks, 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_grad_norm, args.n_blocks, 1, &args);
 }
 
 static void rocq__job_adamw(rocq__job *job, const void *params) {
@@ -24359,7 +24362,7 @@ static void rocq__job_adamw(rocq__job *job, const void *params) {
     args.w16_format = p->w16 ? (int32_t)p->w16->format : 0;
     args.coded = p->m->format == ROCQ_I8;
     args.clear = p->clear;
-    rocq__job_launch(job, ROCQ_K_adamw, (args.n + 2047) / 2048, 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_adamw, (args.n + 2047) / 2048, 1, &args);
 }
 
 // -- choices: by rule, or what was found --
