@@ -21520,8 +21520,8 @@ static double rocq__estimate_us(const rocq__gpu *gpu, rocq__cost cost) {
     return 2.0 * ROCQ__MAX(cost.bytes / gpu->chip.bytes_per_us, work);
 }
 
-// A kernel over grid_x by grid_z blocks. args is the kernel's args struct, which begins with
-// rocq_k_common. Where the estimate is over the time cap, grid_x is cut into launches of equal
+// Launches a kernel over grid_x by grid_z blocks. args is the kernel's args struct, which begins
+// with rocq_k_common. Where the estimate is over the time cap, grid_x is cut into launches of equal
 // size, each still large enough to fill the chip.
 static rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int64_t grid_z,
                                 int threads, void *args, rocq__cost cost) {
@@ -21566,16 +21566,6 @@ static rocq_k_tensor rocq__k_tensor(const rocq_tensor *t) {
     return k;
 }
 
-// Gives n words that are 0. The kernel must leave them 0: all launches use the same ones.
-static rocq_result rocq__counters_hip(rocq_ctx *ctx, int64_t n, uint32_t **out) {
-    if (n > ROCQ__COUNTERS) {
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%lld counters, there are %d", (long long)n,
-                          (int)ROCQ__COUNTERS);
-    }
-    *out = ctx->gpu->counters;
-    return ROCQ_OK;
-}
-
 // Repacks n_units units of raw blocks, which become the units unit0 and up of planar dst.
 static rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void *raw,
                                     int64_t unit0, int64_t n_units) {
@@ -21614,7 +21604,7 @@ typedef struct rocq__site {
 } rocq__site;
 
 // The sites that a plan meets, one of each class.
-enum { ROCQ__SURVEY = 32 }; // a chain of 16 products, each with a w2 of another format
+enum { ROCQ__SURVEY = 32 }; // enough for a chain of 16 products that each have two formats
 typedef struct rocq__survey {
     rocq__site site[ROCQ__SURVEY];
     rocq_launch_config config; // of the first site
@@ -21627,15 +21617,28 @@ static int32_t rocq__clamp32(int64_t n) {
     return (int32_t)ROCQ__MIN(n, (int64_t)INT32_MAX);
 }
 
+static rocq__site rocq__site_of(int32_t kind, rocq_format format, int64_t m, int64_t k, int64_t n,
+                                int64_t batch) {
+    rocq__site site;
+    memset(&site, 0, sizeof site);
+    site.kind = kind;
+    site.format = (int32_t)format;
+    site.m = rocq__clamp32(m);
+    site.k = rocq__clamp32(k);
+    site.n = rocq__clamp32(n);
+    site.batch = rocq__clamp32(batch);
+    return site;
+}
+
 // -- ops, in the order of ROCQ_OPS --
 
 // Params of the ops that share the launch of the one that follows them (rocq__joins).
 typedef struct rocq__joined {
-    const rocq_norm_params *norm;   // makes the x of matmul or of the router, or is beside a norm
-    const rocq_norm_params *coded;  // the same in Q8_0, or NULL
-    const rocq_matmul_params *router;
-    const rocq_matmul_params *low;  // makes lora_t of a matmul
-    const rocq_rope_append_params *append;
+    const rocq_norm_params *norm;     // before the products of its y, or before another norm
+    const rocq_norm_params *coded;    // before a router: the same norm with y in Q8_0, or NULL
+    const rocq_matmul_params *router; // the router's products, before route
+    const rocq_matmul_params *low;    // A x of an adapter, before the products that add B (A x)
+    const rocq_rope_append_params *append; // before attention
 } rocq__joined;
 
 // One run of an op's body. To plan an op, the same body runs without an address for scratch memory
@@ -21654,7 +21657,8 @@ typedef struct rocq__job {
     const rocq__joined *before; // or NULL
 } rocq__job;
 
-// The cost of an op that a job launches; nobody asks for it while planning or without a time cap.
+// The cost of an op that a job launches. Only the time cap needs it: while planning, and without a
+// cap, it is not counted but 0.
 static rocq__cost rocq__job_cost(const rocq__job *job, rocq_op op, const void *params) {
     const rocq__cost none = {0.0, 0.0, 0.0};
     if (job->planning || job->ctx->desc.dispatch_us <= 0) return none;
@@ -21663,21 +21667,26 @@ static rocq__cost rocq__job_cost(const rocq__job *job, rocq_op op, const void *p
     return cost;
 }
 
-// The cost of an op whose launches are alike. matmul and attention set it themselves.
-static void rocq__job_begin(rocq__job *job, const void *params) {
-    if (job->op == ROCQ_OP_MATMUL || job->op == ROCQ_OP_ATTENTION) return;
-    job->cost = rocq__job_cost(job, job->op, params);
+// Fails the job, unless it has failed before: the GPU cannot do this op.
+ROCQ__PRINTF(2, 3)
+static void rocq__job_refuse(rocq__job *job, const char *format, ...) {
+    char why[256];
+    va_list args;
+    if (job->result != ROCQ_OK) return;
+    va_start(args, format);
+    rocq__message(why, sizeof why, format, args);
+    va_end(args);
+    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: %s", job->name, why);
 }
 
 enum { ROCQ__GRID_Z = 65535 }; // most blocks of a grid in z, as the HIP runtime has it
 
 // The one place that checks whether a grid is too large. Launches without a job have few blocks.
-static void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t grid_z,
-                             int threads, void *args) {
+static void rocq__job_launch_threads(rocq__job *job, int kernel, int64_t grid_x, int64_t grid_z,
+                                     int threads, void *args) {
     if (job->result != ROCQ_OK) return;
     if (grid_x > INT32_MAX || grid_z > ROCQ__GRID_Z) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: a grid of %lld x %lld blocks",
-                                 job->name, (long long)grid_x, (long long)grid_z);
+        rocq__job_refuse(job, "a grid of %lld x %lld blocks", (long long)grid_x, (long long)grid_z);
     } else if (job->planning) {
         if (job->ctx->gpu->would_launch && grid_x > 0) job->ctx->gpu->would_launch[kernel] = true;
     } else {
@@ -21685,7 +21694,13 @@ static void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t
     }
 }
 
-// A tensor in scratch memory, rows pitch elements apart.
+// The same with as many threads to a block as the table of kernels has.
+static void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t grid_z,
+                             void *args) {
+    rocq__job_launch_threads(job, kernel, grid_x, grid_z, rocq__kernels[kernel].threads, args);
+}
+
+// Takes scratch memory for a tensor whose rows lie `pitch` elements apart.
 static rocq_tensor rocq__job_tensor(rocq__job *job, rocq_format format, rocq_layout layout,
                                     const int64_t ne[4], int64_t pitch) {
     int64_t end = 0;
@@ -21715,13 +21730,38 @@ static rocq_tensor rocq__job_tensor(rocq__job *job, rocq_format format, rocq_lay
     return t;
 }
 
-// Kernels count the elements of a row, and some beyond its end, in 32 bits.
+// F32 without gaps in scratch memory.
+static rocq_tensor rocq__job_floats(rocq__job *job, const int64_t ne[4]) {
+    return rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
+}
+
+// The address of scratch memory for n0 n1 n2 n3 floats.
+static float *rocq__job_work(rocq__job *job, int64_t n0, int64_t n1, int64_t n2, int64_t n3) {
+    const int64_t ne[4] = {n0, n1, n2, n3};
+    const rocq_tensor work = rocq__job_floats(job, ne);
+    return (float *)rocq__device_data(&work);
+}
+
+// y itself, or F32 in scratch memory where y is Q8_0, for a kernel that cannot write that.
+static rocq_tensor rocq__job_floats_for(rocq__job *job, const rocq_tensor *y) {
+    return y->format == ROCQ_Q8_0 ? rocq__job_floats(job, y->ne) : *y;
+}
+
+// The address of n words that are 0. The kernel must leave them 0: all launches use the same ones.
+static uint32_t *rocq__job_counters(rocq__job *job, int64_t n) {
+    if (n > ROCQ__COUNTERS) {
+        rocq__job_refuse(job, "%lld counters, there are %d", (long long)n, (int)ROCQ__COUNTERS);
+    }
+    return job->ctx->gpu->counters;
+}
+
+// Kernels count the elements of a row, and some beyond its end, in 32 bits, so longer rows are
+// refused.
 enum { ROCQ__ROW_ELEMS = 1 << 30 };
 
 static void rocq__job_row(rocq__job *job, int64_t ne0) {
-    if (job->result != ROCQ_OK || ne0 <= ROCQ__ROW_ELEMS) return;
-    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: rows of %lld elements, over %d",
-                             job->name, (long long)ne0, (int)ROCQ__ROW_ELEMS);
+    if (ne0 <= ROCQ__ROW_ELEMS) return;
+    rocq__job_refuse(job, "rows of %lld elements, over %d", (long long)ne0, (int)ROCQ__ROW_ELEMS);
 }
 
 static bool rocq__is_plain(rocq_format format) {
@@ -21734,10 +21774,7 @@ static int64_t rocq__item_blocks(rocq__job *job, const rocq_tensor *t, int64_t r
                                  int64_t share) {
     int64_t n;
     if (!rocq__mul(rocq__n_rows(t), (row_size + share - 1) / share, &n) || n > UINT32_MAX - 256) {
-        if (job->result == ROCQ_OK) {
-            job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                     "%s: too many elements for one launch", job->name);
-        }
+        rocq__job_refuse(job, "too many elements for one launch");
         return 0;
     }
     return (n + 255) / 256;
@@ -21750,6 +21787,8 @@ static int rocq__row_threads(int64_t ne0) {
     return threads;
 }
 
+// Launches kernel map, which does all ops that make an element of y from the elements of the inputs
+// at the same place (rocq__map_of).
 static void rocq__job_map_launch(rocq__job *job, rocq_op op, const void *params) {
     const rocq__map map = rocq__map_of(op, params);
     const rocq_tensor *y = map.y, *a = map.a, *b = map.b;
@@ -21766,7 +21805,7 @@ static void rocq__job_map_launch(rocq__job *job, rocq_op op, const void *params)
     rocq__job_row(job, y->ne[0]);
     const int64_t blocks = copy ? rocq__item_blocks(job, y, rocq__bytes(y->format, y->ne[0]), 16)
                                 : rocq__item_blocks(job, y, y->ne[0], 4);
-    rocq__job_launch(job, ROCQ_K_map, blocks, 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_map, blocks, 1, &args);
 }
 
 // y = x, both of formats that the map kernel reads and writes.
@@ -21784,7 +21823,7 @@ static void rocq__job_decode(rocq__job *job, const rocq_tensor *y, const rocq_te
     args.ids = (const int32_t *)rocq__device_data(ids);
     args.scale = scale;
     rocq__job_row(job, y->ne[0]);
-    rocq__job_launch(job, ROCQ_K_decode, rocq__item_blocks(job, y, y->ne[0], 4), 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_decode, rocq__item_blocks(job, y, y->ne[0], 4), 1, &args);
 }
 
 static void rocq__job_repack(rocq__job *job, const rocq_tensor *planar, const rocq_tensor *x) {
@@ -21793,7 +21832,7 @@ static void rocq__job_repack(rocq__job *job, const rocq_tensor *planar, const ro
     args.src = rocq__k_tensor(x);
     args.dst = rocq__device_data(planar);
     args.n_units = rocq_tensor_count(x) / 32;
-    rocq__job_launch(job, ROCQ_K_repack, rocq__item_blocks(job, x, x->ne[0], 32), 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_repack, rocq__item_blocks(job, x, x->ne[0], 32), 1, &args);
 }
 
 // y = x in y's format and layout: copied, repacked, decoded, encoded, or decoded and then encoded.
@@ -21812,10 +21851,9 @@ static void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_t
     } else if (y->format == x->format && planar_y && !hadamard) {
         rocq__job_repack(job, y, x);
     } else if (!encodes || (y->format == x->format && planar_x)) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: no GPU kernel makes %s%s from %s%s",
-                       job->name, planar_y ? "planar " : "", rocq_format_name(y->format),
-                       planar_x ? "planar " : "", rocq_format_name(x->format));
+        rocq__job_refuse(job, "no GPU kernel makes %s%s from %s%s", planar_y ? "planar " : "",
+                         rocq_format_name(y->format), planar_x ? "planar " : "",
+                         rocq_format_name(x->format));
     } else if (rocq__is_plain(x->format)) {
         rocq__job_cast_map(job, y, x);
     } else if (rocq__is_plain(y->format) && !hadamard) {
@@ -21823,7 +21861,7 @@ static void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_t
     } else {
         rocq_tensor floats = *y;
         if (y->format != ROCQ_F32) {
-            floats = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, x->ne, x->ne[0]);
+            floats = rocq__job_floats(job, x->ne);
         }
         floats.layout = rocq__is_hadamard(x) ? ROCQ_LAYOUT_HADAMARD : ROCQ_LAYOUT_GGUF;
         rocq__job_convert(job, &floats, x);
@@ -21867,6 +21905,12 @@ static int rocq__k_int8_format(rocq_format format) {
     return i < n ? ROCQ__MAX(i, -1) : -1;
 }
 
+// Refuses integer products with a weight whose format has no kernels for them.
+static void rocq__job_int8(rocq__job *job, rocq_precision path, const rocq_tensor *w) {
+    if (path != ROCQ_PRECISION_INT8 || rocq__k_int8_format(w->format) >= 0) return;
+    rocq__job_refuse(job, "format %s has no INT8 path on the GPU", rocq_format_name(w->format));
+}
+
 static rocq_precision rocq__product_path(const rocq_ctx *ctx, const rocq_matmul_params *p,
                                          const rocq_tensor *w) {
     return rocq__product_choice(ctx, ROCQ_BACKEND_GPU, p, w).precision;
@@ -21899,6 +21943,7 @@ static bool rocq__is_row(const rocq_tensor *x) {
            x->ne[0] <= ROCQ_K_MATVEC_ROW_K && rocq__aligned16(x);
 }
 
+// x as the kernels of a path read it: itself, or a copy in scratch memory.
 static rocq_tensor rocq__product_x(rocq__job *job, const rocq_tensor *x, rocq_precision path) {
     const rocq_format to = rocq__operand_format(path);
     const rocq_layout layout = to == ROCQ_Q8_0 ? ROCQ_LAYOUT_PLANAR : ROCQ_LAYOUT_GGUF;
@@ -21910,6 +21955,7 @@ static rocq_tensor rocq__product_x(rocq__job *job, const rocq_tensor *x, rocq_pr
     return t;
 }
 
+// w as the kernels read it: itself, or a copy in scratch memory.
 static rocq_tensor rocq__product_w(rocq__job *job, const rocq_tensor *w) {
     const bool plain = rocq__is_plain(w->format);
     if (plain ? rocq_tensor_contiguous(w) && rocq__aligned16(w) : w->layout == ROCQ_LAYOUT_PLANAR) {
@@ -21952,6 +21998,7 @@ static rocq_k_epilogue rocq__k_epilogue(const rocq__product *g) {
     return e;
 }
 
+// Makes a tensor begin at its matrix (i2, i3).
 static void rocq__k_move(rocq_k_tensor *t, int64_t i2, int64_t i3) {
     const int64_t bytes = i2 * t->stride[1] + i3 * t->stride[2];
     if (t->data) t->data = (void *)((uintptr_t)t->data + (uintptr_t)bytes);
@@ -21961,12 +22008,13 @@ static void rocq__k_move(rocq_k_tensor *t, int64_t i2, int64_t i3) {
 // Memory works at full rate while latency x bandwidth bytes are in flight. A wave has one step of
 // its four rows in flight: for each lane a unit of each row, or 16 bytes of plain formats. So K is
 // divided until all waves together reach that, but never so far that a step is not full.
-// On an H200 with this latency that takes the fastest of 1, 2, 4 and 8, or one at most 4% behind,
-// for Q4_0, Q8_0, Q4_K, Q5_K, Q6_K and F16 of 4096 x 4096, 14336 x 4096 and 4096 x 14336, n = 1.
+// With the latency below, the rule chooses the fastest of 1, 2, 4 and 8 on an H200, or one that
+// takes at most 4% longer, for Q4_0, Q8_0, Q4_K, Q5_K, Q6_K and F16 of 4096 x 4096, 14336 x 4096
+// and 4096 x 14336, n = 1.
 // On an H100, whose units share a slower memory, even work for the units counts instead: K is
 // divided until a unit has ROCQ__MATVEC_HELD waves, and in plain formats, whose waves are light, as
-// long as a wave keeps four steps. For 21 formats of these sizes that takes the fastest, or one at
-// most 5% behind, but for Q5_K of 14336 x 4096 (8%).
+// long as a wave keeps four steps. For 21 formats of these sizes that chooses the fastest, or one
+// that takes at most 5% longer, but for Q5_K of 14336 x 4096 (8%).
 enum { ROCQ__LATENCY_NS = 950 }; // of a load from busy memory; 240 from idle memory on a 7900 XTX
 enum {
     ROCQ__MATVEC_HELD = 14,   // waves of a unit
@@ -22008,7 +22056,8 @@ static bool rocq__products_mix(const rocq__product *g, int32_t n_products) {
     return false;
 }
 
-// Products of one x and path: 1 << the result waves share a row, each with an equal share of K.
+// How a matvec of products that have one x and one path divides K: 1 << the result waves work on
+// the same rows, each on an equal part of K.
 static int32_t rocq__matvec_shift(rocq__job *job, const rocq__product *g, int32_t n_products,
                                   const rocq_tensor *x) {
     const int64_t k = x->ne[0];
@@ -22022,15 +22071,11 @@ static int32_t rocq__matvec_shift(rocq__job *job, const rocq__product *g, int32_
         rows += w->ne[1];
         bytes += pair * (double)(w->ne[1] * rocq__bytes(w->format, k));
     }
-    rocq__site site;
-    memset(&site, 0, sizeof site);
-    site.kind = ROCQ__KIND_MATVEC;
-    site.format = rocq__products_mix(g, n_products) ? -1 : (int32_t)g->w.format;
+    rocq__site site =
+        rocq__site_of(ROCQ__KIND_MATVEC, g->w.format, rows, k, x->ne[1], 0);
+    if (rocq__products_mix(g, n_products)) site.format = -1;
     site.int8 = g->path == ROCQ_PRECISION_INT8;
     site.with_w2 = g->w2.n_dims > 0;
-    site.m = rocq__clamp32(rows);
-    site.k = (int32_t)k;
-    site.n = (int32_t)x->ne[1];
     site.row_bytes = (int32_t)(bytes / (double)rows);
     const int32_t k_waves = rocq__config_for(job->ctx, &site).k_waves;
     while (1 << k_shift < k_waves) k_shift++;
@@ -22141,12 +22186,11 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
             args.row.y = rocq__device_data(norm->y);
         }
     }
-    const int threads = low ? ROCQ_K_MATVEC_LOW_THREADS : 256;
     if (low && !job->planning) args.low.words = job->ctx->gpu->low_words;
     for (int64_t i3 = 0; i3 < x->ne[3]; i3++) {
         for (int64_t i2 = 0; i2 < x->ne[2]; i2++) {
             rocq__matvec_move(&args, g, n_products, x, i2, i3);
-            rocq__job_launch(job, kernel, blocks, 1, threads, &args);
+            rocq__job_launch(job, kernel, blocks, 1, &args);
         }
     }
 }
@@ -22297,7 +22341,8 @@ static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_use *use, int
     return ROCQ__MAX(tiles, bytes * 1e3 / bytes_per_us) + merge + 1e-3 * tiles;
 }
 
-// The best tile of use. kernel: a kernel of the backward, which limits them to its own, or -1.
+// The tile of use, and the number of splits, with the least estimated time. kernel: only the tiles
+// of this kernel of the backward are considered; -1: all.
 static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__lds_use *use,
                                             const rocq__site *s, int32_t kernel,
                                             int32_t *n_splits, double *best_ns) {
@@ -22367,13 +22412,14 @@ static bool rocq__takes_lds(const rocq__chip *chip, const rocq__site *s) {
            (s->m + ROCQ_K_MATMUL_M - 1) / ROCQ_K_MATMUL_M <= chip->n_units / 2;
 }
 
+enum { ROCQ__HALVES_BYTES = 1 << 27 }; // chip->halves_bytes of all chips
+
 // Whether w, in a format that is only read, should first be decoded to F16, for which there are up
 // to chip->halves_bytes of scratch memory. If so, *tile and *n_splits become what is best for F16.
 // ns is what rocq__lds_best estimates for the other way, tiles that decode w; own_ns estimates
 // this. Both estimates are too low: on an H200 tiles that look codebooks up take 1.4 to 2.1 times
 // ns, those of NVFP4 2.1 to 2.7 times; decoding first and then multiplying takes 1.3 to 1.4 times
 // own_ns. So ns is multiplied by about the quotient of these factors before they are compared.
-enum { ROCQ__HALVES_BYTES = 1 << 27 }; // chip->halves_bytes of all chips
 static bool rocq__takes_halves(const rocq__chip *chip, const rocq_tensor *w, const rocq__site *s,
                                double ns, const rocq__lds_tile **tile, int32_t *n_splits) {
     const int64_t count = rocq_tensor_count(w);
@@ -22409,8 +22455,7 @@ static rocq_tensor rocq__product_halves(rocq__job *job, const rocq_tensor *w) {
     args.product[0].work = (float *)rocq__device_data(&halves);
     args.product[0].format = (int32_t)w->format;
     job->cost = cost;
-    rocq__job_launch(job, ROCQ_K_matmul_halves, (rocq_tensor_count(w) / 32 + 255) / 256, 1, 256,
-                     &args);
+    rocq__job_launch(job, ROCQ_K_matmul_halves, (rocq_tensor_count(w) / 32 + 255) / 256, 1, &args);
     product.bytes += 2.0 * count - bytes;
     job->cost = product;
     return halves;
@@ -22526,7 +22571,7 @@ static void rocq__product_grid(rocq__job *job, const rocq__tiles *t, int32_t n_p
         p->tiles_m = (int32_t)((p->m + t->m - 1) / t->m);
         blocks += (int64_t)p->tiles_m * args->tiles_n * t->n_splits;
     }
-    rocq__job_launch(job, t->kernel, blocks, n_matrices, t->threads, args);
+    rocq__job_launch_threads(job, t->kernel, blocks, n_matrices, t->threads, args);
 }
 
 // Launches n_products products of one x, path and kernel as tiles, all in one launch.
@@ -22539,14 +22584,8 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, int32_t 
     int64_t m = 0;
     for (int32_t i = 0; i < n_products; i++) m += g[i].w.ne[1];
     rocq__tiles t;
-    rocq__site site;
-    memset(&site, 0, sizeof site);
-    site.kind = ROCQ__KIND_TILES;
-    site.format = (int32_t)w->format;
-    site.m = rocq__clamp32(m);
-    site.k = (int32_t)x->ne[0];
-    site.n = rocq__clamp32(n);
-    site.batch = rocq__clamp32(n_matrices);
+    const rocq__site site =
+        rocq__site_of(ROCQ__KIND_TILES, w->format, m, x->ne[0], n, n_matrices);
     const rocq__chip *chip = rocq__chip_of(job->ctx);
     if (g->path == ROCQ_PRECISION_F16 && rocq__takes_few(chip, &site, x->format)) {
         t.kernel = ROCQ_K_matmul_few_f16_16 + 2 * (w->format == ROCQ_BF16) +
@@ -22577,10 +22616,7 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, int32_t 
     for (int32_t i = 0; i < n_products; i++) {
         rocq_k_matmul_product *p = &args.product[i];
         *p = rocq__tile_product(&g[i], i == 0 ? w : &g[i].w);
-        if (t.n_splits == 1) continue;
-        const int64_t work_ne[4] = {p->m, t.n_splits, n, n_matrices};
-        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, work_ne, p->m);
-        p->work = (float *)rocq__device_data(&work);
+        if (t.n_splits > 1) p->work = rocq__job_work(job, p->m, t.n_splits, n, n_matrices);
     }
     job->used = used;
     rocq__product_grid(job, &t, n_products, n_matrices, &args);
@@ -22645,8 +22681,9 @@ static rocq_k_lora rocq__k_lora(const rocq_tensor *b, const rocq_tensor *t, floa
     return lora;
 }
 
-// An adapter that no matvec adds has launches of its own. They write B t, plus the residual if
-// nothing comes between, to scratch memory; the product with w then adds that as its residual.
+// An adapter that no matvec adds has launches of its own. They write B t to scratch memory, and add
+// the residual unless a gate or an activation comes before it; the product with w then adds this
+// sum as its residual.
 static void rocq__product_adapter(rocq__job *job, rocq__product *g) {
     const rocq_matmul_params *p = g->p;
     rocq_tensor t = *p->lora_t;
@@ -22654,18 +22691,16 @@ static void rocq__product_adapter(rocq__job *job, rocq__product *g) {
     rocq__product low;
     g->finish = g->has_gate || p->activation != ROCQ_ACT_IDENTITY;
     if (p->softcap > 0.0f) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "matmul: an adapter and a softcap at once on the GPU");
+        rocq__job_refuse(job, "an adapter and a softcap at once on the GPU");
         return;
     }
     if (p->lora_scale != 0.0f && p->lora_scale != 1.0f) {
-        t = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, t.ne, t.ne[0]);
+        t = rocq__job_floats(job, t.ne);
         const rocq_scale_params scale = {&t, p->lora_t, p->lora_scale, 0.0f, ROCQ_ACT_IDENTITY};
         job->cost = rocq__job_cost(job, ROCQ_OP_SCALE, &scale);
         rocq__job_map_launch(job, ROCQ_OP_SCALE, &scale);
     }
-    const rocq_tensor sum =
-        rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+    const rocq_tensor sum = rocq__job_floats(job, p->y->ne);
     memset(&other, 0, sizeof other);
     other.y = &sum;
     other.w = p->lora_b;
@@ -22678,15 +22713,13 @@ static void rocq__product_adapter(rocq__job *job, rocq__product *g) {
     rocq__product_launch(job, &low, 1, &operand);
     g->residual = sum;
     g->has_residual = true;
-    if (!g->finish) return;
-    g->y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+    if (g->finish) g->y = rocq__job_floats(job, p->y->ne);
 }
 
 // w2 x becomes a product of its own, whose result is the gate of w x.
 static void rocq__product_second(rocq__job *job, const rocq_matmul_params *p, const rocq_tensor *x,
                                  rocq__product *g) {
-    const rocq_tensor made =
-        rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+    const rocq_tensor made = rocq__job_floats(job, p->y->ne);
     rocq_matmul_params other;
     rocq__product second;
     memset(&other, 0, sizeof other);
@@ -22712,11 +22745,8 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
     g->path = rocq__product_path(job->ctx, p, p->w);
     const bool few = rocq__is_few(p->x, g->path);
     g->w = rocq__product_w(job, p->w);
-    g->y = *p->y;
     // A block of a matvec computes whole blocks of a Q8_0 y, but a tile does not.
-    if (p->y->format == ROCQ_Q8_0 && !few) {
-        g->y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
-    }
+    g->y = few ? *p->y : rocq__job_floats_for(job, p->y);
     g->has_gate = p->gate != NULL;
     g->has_residual = p->residual != NULL;
     if (p->gate) g->gate = *p->gate;
@@ -22762,21 +22792,20 @@ static int32_t rocq__product_run(const rocq_ctx *ctx, const rocq_matmul_params *
 
 // Whether all of a chain's products in F16 are a matmul_few that reads x in F32.
 static bool rocq__few_floats(const rocq_ctx *ctx, const rocq_matmul_params *chain) {
-    rocq__site site;
-    memset(&site, 0, sizeof site);
-    site.k = (int32_t)chain->x->ne[0];
-    site.n = rocq__clamp32(chain->x->ne[1]);
+    const int64_t k = chain->x->ne[0], n = chain->x->ne[1];
     for (const rocq_matmul_params *p = chain; p; p = p->next) {
         for (int i = 0; i < 2; i++) {
             const rocq_tensor *w = i == 0 ? p->w : p->w2;
             if (!w || rocq__product_path(ctx, p, w) != ROCQ_PRECISION_F16) continue;
-            site.format = (int32_t)w->format;
+            const rocq__site site = rocq__site_of(ROCQ__KIND_TILES, w->format, w->ne[1], k, n, 1);
             if (!rocq__takes_few(rocq__chip_of(ctx), &site, ROCQ_F32)) return false;
         }
     }
     return chain->x->format != ROCQ_F16;
 }
 
+// Makes x for each path that a product of the chain takes, then launches the products, as many at
+// once as rocq__product_run says.
 static void rocq__job_matmul(rocq__job *job, const void *params) {
     const rocq_matmul_params *p = (const rocq_matmul_params *)params;
     rocq__product g[ROCQ_K_PRODUCTS];
@@ -22789,15 +22818,13 @@ static void rocq__job_matmul(rocq__job *job, const void *params) {
         p = &low;
     }
     if (p->x->ne[0] > ROCQ__MATMUL_K) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "matmul: K %lld is over %d on the GPU",
-                       (long long)p->x->ne[0], (int)ROCQ__MATMUL_K);
+        rocq__job_refuse(job, "K %lld is over %d on the GPU", (long long)p->x->ne[0],
+                         (int)ROCQ__MATMUL_K);
         return;
     }
     if (p->x->ne[2] * p->x->ne[3] > ROCQ__MATMUL_BATCHES) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "matmul: %lld x %lld batches on the GPU",
-                       (long long)p->x->ne[2], (long long)p->x->ne[3]);
+        rocq__job_refuse(job, "%lld x %lld batches on the GPU", (long long)p->x->ne[2],
+                         (long long)p->x->ne[3]);
         return;
     }
     const rocq_tensor *row = job->before && job->before->norm ? job->before->norm->x : p->x;
@@ -22807,12 +22834,8 @@ static void rocq__job_matmul(rocq__job *job, const void *params) {
             const rocq_tensor *w = i == 0 ? q->w : q->w2;
             if (!w) continue;
             const rocq_precision path = rocq__product_path(job->ctx, q, w);
-            if (path == ROCQ_PRECISION_INT8 && rocq__k_int8_format(w->format) < 0) {
-                job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                         "matmul: format %s has no INT8 path on the GPU",
-                                         rocq_format_name(w->format));
-                return;
-            }
+            rocq__job_int8(job, path, w);
+            if (job->result != ROCQ_OK) return;
             if (path == ROCQ_PRECISION_INT8 && rows) x[path] = *row;
             else if (!have[path] && path == ROCQ_PRECISION_F16 && rocq__few_floats(job->ctx, p)) {
                 x[path] = rocq__product_x(job, p->x, ROCQ_PRECISION_F32);
@@ -22833,13 +22856,13 @@ static void rocq__job_matmul(rocq__job *job, const void *params) {
 
 enum { ROCQ__ROPE_DIMS = 512 }; // largest n_dims: the 8 bits of power[] number 256 pairs
 
+// Sets the args by which a kernel rotates heads: all that does not depend on the token.
 static void rocq__job_rotation(rocq__job *job, const rocq_rope_config *p, const rocq_tensor *pos,
                                int64_t head_dim, rocq_k_rotation *args) {
     const int64_t n_dims = rocq__rope_dims(p, head_dim);
     if (n_dims > ROCQ__ROPE_DIMS) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: n_dims %lld is over %d on the GPU",
-                       job->name, (long long)n_dims, (int)ROCQ__ROPE_DIMS);
+        rocq__job_refuse(job, "n_dims %lld is over %d on the GPU", (long long)n_dims,
+                         (int)ROCQ__ROPE_DIMS);
         return;
     }
     rocq__job_row(job, head_dim);
@@ -22877,9 +22900,9 @@ enum {
 static const int32_t rocq__head_dims[] = {ROCQ_K_HEAD_DIMS(ROCQ_X, )};
 #undef ROCQ_X
 
-// The time that a block of threads needs for a row of K or V, as the number of bytes that it reads
-// in that time where reading is all it does. A row of F32, F16 or BF16 counts its size; a row of
-// codes counts 1.5 times that of F16, because they have to be unpacked.
+// The time that a block of threads takes for a row of K or V, given as the bytes that could be read
+// in that time. For a row of F32, F16 or BF16 that is its size; a row of codes counts as 1.5 times
+// one of F16, because they have to be unpacked.
 static double rocq__attention_row_bytes(int32_t format, int32_t head_dim) {
     const bool plain = rocq__is_plain((rocq_format)format);
     return plain ? (double)rocq__bytes((rocq_format)format, head_dim) : 3.0 * head_dim;
@@ -22938,16 +22961,11 @@ static int rocq__head_size(int64_t head_dim) {
 }
 
 static rocq__site rocq__attention_site(const rocq_attention_params *p) {
-    const int64_t n_kv = rocq__attention_positions(p);
-    rocq__site site;
-    memset(&site, 0, sizeof site);
-    site.kind = ROCQ__KIND_ATTENTION;
-    site.format = (int32_t)p->k->format;
+    rocq__site site = rocq__site_of(ROCQ__KIND_ATTENTION, p->k->format,
+                                    p->q->ne[1] / p->k->ne[1] * p->q->ne[2],
+                                    rocq__head_dims[rocq__head_size(p->q->ne[0])],
+                                    rocq__attention_positions(p), p->k->ne[1] * p->q->ne[3]);
     site.format2 = (int32_t)p->v->format;
-    site.m = rocq__clamp32(p->q->ne[1] / p->k->ne[1] * p->q->ne[2]);
-    site.k = rocq__head_dims[rocq__head_size(p->q->ne[0])];
-    site.n = rocq__clamp32(n_kv);
-    site.batch = rocq__clamp32(p->k->ne[1] * p->q->ne[3]);
     return site;
 }
 
@@ -22963,13 +22981,17 @@ static bool rocq__attention_aligned(const rocq_tensor *t) {
     return (((uint64_t)(uintptr_t)k.data | (uint64_t)all) & 15) == 0;
 }
 
+// Whether t is F16 that the kernels can read 16 bytes at a time.
+static bool rocq__attention_halves(const rocq_tensor *t) {
+    return t->format == ROCQ_F16 && t->layout == ROCQ_LAYOUT_GGUF && rocq__attention_aligned(t);
+}
+
 // Whether the kernel attention_lds_512 takes this attention: a head of 512 for each KV head, all of
 // whose queries see all positions, in plain F16, on a chip that has such kernels. As in the rule
 // for prefill, over half of a tile's queries must exist. There must be tiles for a quarter of the
 // chip's units: from there on attention_decode, whose tiles are a quarter as large, has one for
 // every unit.
 static bool rocq__attention_lds_wide(const rocq__chip *chip, const rocq_attention_params *p) {
-    const rocq_tensor *const all[3] = {p->q, p->k, p->v};
     const int64_t tile = ROCQ_K_PREFILL_COLUMNS(512), n_tiles = (p->q->ne[2] + tile - 1) / tile;
     if (!chip->lds_tiles || p->q->ne[0] != 512 || p->q->ne[1] != p->k->ne[1] || p->mask ||
         p->kv_len || p->page_table || p->causal || p->window > 0 || p->softcap > 0.0f ||
@@ -22977,22 +22999,18 @@ static bool rocq__attention_lds_wide(const rocq__chip *chip, const rocq_attentio
         4 * n_tiles * p->q->ne[1] * p->q->ne[3] < chip->n_units) {
         return false;
     }
-    for (int i = 0; i < 3; i++) {
-        if (all[i]->format != ROCQ_F16 || all[i]->layout != ROCQ_LAYOUT_GGUF ||
-            !rocq__attention_aligned(all[i])) {
-            return false;
-        }
-    }
-    return true;
+    return rocq__attention_halves(p->q) && rocq__attention_halves(p->k) &&
+           rocq__attention_halves(p->v);
 }
 
 // The threads of a block of the kernels attention_lds for heads up to 256, or 0 where others take
 // this attention. They support neither a mask, nor pages, nor Q in other formats than F32 and F16,
-// nor K or V times H, nor plain rows that are not whole vectors or are over 16 MB apart. As in the
-// rule for prefill, over half of the columns of a tile must exist. On an H100 they lose where tiles
-// are few, since attention_decode would have more splits: they are not taken with fewer than a
-// fifth as many blocks as units, unless K and V are short and the head is up to 128. 128 columns a
-// block win for heads of 128, from three quarters of the units on, and 64 else.
+// nor K or V in the layout HADAMARD, nor plain rows that are not whole vectors or are over 16 MB
+// apart. As in the rule for prefill, over half of the columns of a tile must exist. On an H100 they
+// are slower where tiles are few, since attention_decode would have more splits: they are not taken
+// with fewer than a fifth as many blocks as units, unless K and V are short and the head is up to
+// 128. A block has 128 columns for heads of 65 to 128 where such blocks are enough for three
+// quarters of the units, else 64.
 static int rocq__attention_lds(const rocq__chip *chip, const rocq_attention_params *p,
                                const rocq__site *site) {
     const rocq_tensor *const all[3] = {p->q, p->k, p->v};
@@ -23032,8 +23050,7 @@ static bool rocq__attention_steps(const rocq__chip *chip, const rocq_attention_p
         return false;
     }
     for (int i = 0; i < 2; i++) {
-        if (kv[i]->format != ROCQ_F16 || kv[i]->layout != ROCQ_LAYOUT_GGUF ||
-            !rocq__attention_aligned(kv[i]) || rocq__k_tensor(kv[i]).stride[1] >= 1 << 24) {
+        if (!rocq__attention_halves(kv[i]) || rocq__k_tensor(kv[i]).stride[1] >= 1 << 24) {
             return false;
         }
     }
@@ -23107,6 +23124,7 @@ static rocq__attention_grid rocq__attention_cut(rocq_ctx *ctx, const rocq_attent
     return g;
 }
 
+// The args of an attention, but for scratch memory and what a rope_append joined with it adds.
 static rocq_k_attention_args rocq__attention_args(const rocq_attention_params *p,
                                                   const rocq__attention_grid *g) {
     const int64_t group = p->q->ne[1] / p->k->ne[1];
@@ -23141,8 +23159,8 @@ static rocq_k_attention_args rocq__attention_args(const rocq_attention_params *p
     return args;
 }
 
-// The time cap must not be too late: as if every query saw all that is there, and with K and V read
-// anew for each tile of queries.
+// The most that an attention can cost, for the time cap, which must hold in any case: as if every
+// query saw all positions, and K and V were read again for each tile of queries.
 static rocq__cost rocq__attention_most(const rocq__job *job, const rocq_attention_params *p,
                                        int64_t n_tiles) {
     rocq_attention_params all = *p;
@@ -23160,14 +23178,11 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     const rocq_attention_params *p = (const rocq_attention_params *)params;
     const int64_t group = p->q->ne[1] / p->k->ne[1], columns = group * p->q->ne[2];
     if (job->ctx->desc.precision == ROCQ_PRECISION_F32) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "attention: the context is to compute in F32, the GPU has F16");
+        rocq__job_refuse(job, "the context is to compute in F32, the GPU has F16");
         return;
     }
     if (columns > INT32_MAX / 2 || columns * group > UINT32_MAX) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                       "attention: %lld queries in a group on the GPU", (long long)columns);
+        rocq__job_refuse(job, "%lld queries in a group on the GPU", (long long)columns);
         return;
     }
     const rocq__attention_grid g = rocq__attention_cut(job->ctx, p);
@@ -23180,8 +23195,7 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
         if (job->result != ROCQ_OK) return;
     }
     if (args.k.stride[1] > UINT32_MAX || args.v.stride[1] > UINT32_MAX) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "attention: KV rows 4 GiB apart on the GPU");
+        rocq__job_refuse(job, "KV rows 4 GiB apart on the GPU");
         return;
     }
     if (g.runs > 0 ? g.runs > 1 : g.n_splits > 1) { // for O, m and l of each column
@@ -23189,14 +23203,11 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
         const int64_t of_step[4] = {size, 1, p->q->ne[1] * p->q->ne[3], g.runs};
         const int64_t of_tiles[4] = {size, g.tile, g.blocks, g.n_splits};
         const int64_t *ne = g.runs > 0 ? of_step : of_tiles;
-        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, size);
-        args.work = (float *)rocq__device_data(&work);
-        if (!job->planning && job->result == ROCQ_OK) {
-            job->result = rocq__counters_hip(job->ctx, ne[2], &args.counter);
-        }
+        args.work = rocq__job_work(job, ne[0], ne[1], ne[2], ne[3]);
+        args.counter = rocq__job_counters(job, ne[2]);
     }
     job->cost = rocq__attention_most(job, p, g.n_tiles);
-    rocq__job_launch(job, g.kernel, g.blocks * g.n_splits, 1, g.threads, &args);
+    rocq__job_launch_threads(job, g.kernel, g.blocks * g.n_splits, 1, g.threads, &args);
 }
 
 // -- rmsnorm, layernorm --
@@ -23237,7 +23248,7 @@ static void rocq__job_norm(rocq__job *job, const void *params) {
         args.of[1] = rocq__norm_rows(job->before->norm);
         n_rows += rocq__n_rows(job->before->norm->x);
     }
-    rocq__job_launch(job, ROCQ_K_norm, n_rows, 1, rocq__norm_threads(job->ctx, p), &args);
+    rocq__job_launch_threads(job, ROCQ_K_norm, n_rows, 1, rocq__norm_threads(job->ctx, p), &args);
 }
 
 // -- rope, rope_append --
@@ -23265,7 +23276,7 @@ static void rocq__job_rope_launch(rocq__job *job, rocq_k_rope_args *args) {
     }
     if (blocks > UINT32_MAX) blocks = UINT32_MAX; // more than a launch can have
     args->slices = (uint32_t)blocks;
-    rocq__job_launch(job, ROCQ_K_rope, n_tokens * blocks, 1, 256, args);
+    rocq__job_launch(job, ROCQ_K_rope, n_tokens * blocks, 1, args);
 }
 
 static void rocq__job_rope(rocq__job *job, const void *params) {
@@ -23312,8 +23323,8 @@ static void rocq__job_softmax(rocq__job *job, const void *params) {
     args.scale = p->scale != 0.0f ? p->scale : 1.0f;
     rocq__job_row(job, p->x->ne[0]);
     job->cost.bytes += 4.0 * (double)rocq_tensor_count(p->x); // read once for the sum as well
-    rocq__job_launch(job, ROCQ_K_softmax, rocq__n_rows(p->x), 1, rocq__row_threads(p->x->ne[0]),
-                     &args);
+    rocq__job_launch_threads(job, ROCQ_K_softmax, rocq__n_rows(p->x), 1,
+                             rocq__row_threads(p->x->ne[0]), &args);
 }
 
 static void rocq__job_gather(rocq__job *job, const void *params) {
@@ -23329,13 +23340,12 @@ static void rocq__job_argmax(rocq__job *job, const void *params) {
     args.x = rocq__k_tensor(p->x);
     rocq__job_row(job, p->x->ne[0]);
     const int threads = p->x->ne[0] > 8192 ? 1024 : rocq__row_threads(p->x->ne[0]);
-    rocq__job_launch(job, ROCQ_K_argmax, p->x->ne[1], 1, threads, &args);
+    rocq__job_launch_threads(job, ROCQ_K_argmax, p->x->ne[1], 1, threads, &args);
 }
 
 static void rocq__job_sample(rocq__job *job, const void *params) {
     const rocq_sample_params *p = (const rocq_sample_params *)params;
     const int64_t n = p->logits->ne[0];
-    const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->logits->ne, n);
     const double draw = rocq__uniform(p->seed, p->step);
     rocq_k_sample_args args;
     rocq__job_row(job, n);
@@ -23345,7 +23355,7 @@ static void rocq__job_sample(rocq__job *job, const void *params) {
     args.logits = (const float *)rocq__device_data(p->logits);
     args.recent = (const int32_t *)rocq__device_data(p->recent);
     args.allowed = (const int32_t *)rocq__device_data(p->allowed);
-    args.work = (float *)rocq__device_data(&work);
+    args.work = rocq__job_work(job, n, 1, 1, 1);
     args.n_vocab = (int32_t)n;
     args.n_recent = p->recent ? (int32_t)p->recent->ne[0] : 0;
     args.temperature = p->temperature;
@@ -23357,7 +23367,7 @@ static void rocq__job_sample(rocq__job *job, const void *params) {
     args.presence_penalty = p->presence_penalty;
     args.uniform_hi = (float)draw;
     args.uniform_lo = (float)(draw - (double)args.uniform_hi);
-    rocq__job_launch(job, ROCQ_K_sample, 1, 1, 1024, &args);
+    rocq__job_launch(job, ROCQ_K_sample, 1, 1, &args);
 }
 
 // -- conv, norm_stats, resize, pixels --
@@ -23373,10 +23383,7 @@ static bool rocq__k_wide(const rocq_tensor *t) {
 
 // w as the kernels read it: F16 without gaps, 16-byte aligned.
 static rocq_tensor rocq__conv_w(rocq__job *job, const rocq_tensor *w) {
-    if (w->format == ROCQ_F16 && rocq_tensor_contiguous(w) &&
-        (uintptr_t)rocq__device_data(w) % 16 == 0) {
-        return *w;
-    }
+    if (w->format == ROCQ_F16 && rocq_tensor_contiguous(w) && rocq__aligned16(w)) return *w;
     const rocq_tensor halves = rocq__job_tensor(job, ROCQ_F16, ROCQ_LAYOUT_GGUF, w->ne, w->ne[0]);
     rocq__job_convert(job, &halves, w);
     return halves;
@@ -23403,6 +23410,7 @@ static int32_t rocq__conv_splits(double at_once, int64_t tiles, int64_t patches,
     return best;
 }
 
+// Sets the args that say how positions of y, x and w belong together.
 static void rocq__conv_shape_args(rocq_k_conv_args *args, const rocq__conv_shape *s) {
     args->m = (int32_t)s->m;
     args->c = (int32_t)s->c;
@@ -23428,6 +23436,7 @@ static void rocq__conv_shape_args(rocq_k_conv_args *args, const rocq__conv_shape
     args->patch_w_inverse = 65536 / args->patch_w + 1;
 }
 
+// Sets the args that describe the operands, but for w, and what is done to their elements.
 static void rocq__conv_operand_args(rocq_k_conv_args *args, const rocq_conv_params *p,
                                     const rocq__conv_shape *s) {
     args->y = rocq__k_tensor(p->y);
@@ -23518,7 +23527,7 @@ static void rocq__job_conv_input(rocq__job *job, const rocq_conv_params *p,
     rocq_k_conv_args pass = *args;
     pass.y = rocq__k_tensor(&z);
     const int64_t fours = (p->x->ne[1] * p->x->ne[2] + 3) / 4, threads = p->x->ne[0] / 8 * fours;
-    rocq__job_launch(job, ROCQ_K_conv_input, (threads + 255) / 256, p->x->ne[3], 256, &pass);
+    rocq__job_launch(job, ROCQ_K_conv_input, (threads + 255) / 256, p->x->ne[3], &pass);
     args->x = pass.y;
     args->stats = rocq__k_tensor(NULL);
     args->norm_weight = args->norm_bias = NULL;
@@ -23540,7 +23549,7 @@ static void rocq__conv_launch_ahead(rocq__job *job, const rocq__conv_launch *lau
     rocq__gpu *gpu = job->ctx->gpu;
     args->w_ahead = gpu->conv_at > 0 && gpu->conv_at == gpu->n_launched &&
                     !rocq__ranges_cross(gpu->conv_y, rocq__range_of(launch->w));
-    rocq__job_launch(job, launch->kernel, args->n_blocks, 1, launch->threads, args);
+    rocq__job_launch_threads(job, launch->kernel, args->n_blocks, 1, launch->threads, args);
     if (job->planning || job->result != ROCQ_OK) return; // nothing was launched
     gpu->conv_ahead = args->w_ahead;
     gpu->conv_y = rocq__range_of(launch->y);
@@ -23567,7 +23576,7 @@ static void rocq__conv_launch_tiles(rocq__job *job, const rocq__conv_launch *lau
         if (launch->kernel != ROCQ_K_conv_lds_128) {
             rocq__conv_launch_ahead(job, launch, args);
         } else {
-            rocq__job_launch(job, launch->kernel, args->n_blocks, 1, launch->threads, args);
+            rocq__job_launch(job, launch->kernel, args->n_blocks, 1, args); // of conv_lds_128
         }
     }
 }
@@ -23577,14 +23586,12 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     const rocq__conv_shape s = rocq__conv_shape_of(p);
     const rocq_precision asked = rocq__asked(job->ctx, p->precision);
     if (asked == ROCQ_PRECISION_F32 || asked == ROCQ_PRECISION_INT8) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "conv: %s is asked for, the GPU computes in F16",
-                                 asked == ROCQ_PRECISION_F32 ? "F32" : "INT8");
+        rocq__job_refuse(job, "%s is asked for, the GPU computes in F16",
+                         asked == ROCQ_PRECISION_F32 ? "F32" : "INT8");
         return;
     }
     if (s.k > ROCQ__MATMUL_K || s.m > INT32_MAX / 4 || s.w > INT32_MAX / 4 || s.h > INT32_MAX / 4) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "conv: a shape too large for the GPU");
+        rocq__job_refuse(job, "a shape too large for the GPU");
         return;
     }
     const rocq__cost cost = job->cost;
@@ -23604,8 +23611,7 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     args.tiles_y = (int32_t)((y_h + ROCQ_K_CONV_H - 1) / ROCQ_K_CONV_H);
     const double all = (double)(n_kernels * args.tiles_m) * args.tiles_x * args.tiles_y * 16.0;
     if (all > INT32_MAX) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "conv: a shape too large for the GPU");
+        rocq__job_refuse(job, "a shape too large for the GPU");
         return;
     }
     const rocq__chip *chip = rocq__chip_of(job->ctx);
@@ -23633,9 +23639,8 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     args.n_splits = rocq__conv_splits(at_once, tiles, (int64_t)args.kt * args.slices,
                                       ROCQ__MAX(most, (int64_t)1));
     if (args.n_splits > 1) {
-        const int64_t ne[4] = {s.m, args.n_splits, p->y->ne[1] * p->y->ne[2], frames};
-        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, s.m);
-        args.work = (float *)rocq__device_data(&work);
+        args.work =
+            rocq__job_work(job, s.m, args.n_splits, p->y->ne[1] * p->y->ne[2], frames);
     }
     job->cost = cost;
     const int any = (tile_m == 128  ? ROCQ_K_conv_f32_128
@@ -23645,13 +23650,13 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     if (lds == ROCQ_K_conv_lds_128) {
         rocq__conv_launch_tiles(job, &launch, tiles * args.n_splits * frames, 1, &args);
     } else {
-        rocq__job_launch(job, any, tiles * args.n_splits, frames, 128, &args);
+        rocq__job_launch(job, any, tiles * args.n_splits, frames, &args);
     }
     if (args.n_splits == 1) return;
     const double added = (double)rocq_tensor_count(p->y) * args.n_splits;
     const rocq__cost merge = {4.0 * added, added, 0.0};
     job->cost = merge;
-    rocq__job_launch(job, ROCQ_K_conv_merge, rocq__item_blocks(job, p->y, s.m, 8), 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_conv_merge, rocq__item_blocks(job, p->y, s.m, 8), 1, &args);
 }
 
 static void rocq__job_norm_stats(rocq__job *job, const void *params) {
@@ -23667,7 +23672,7 @@ static void rocq__job_norm_stats(rocq__job *job, const void *params) {
     rocq__job_row(job, x->ne[0]);
     if (p->stats && p->stats->ne[0] == 1) {
         const int64_t eights = (rocq__n_rows(x) + 7) / 8;
-        rocq__job_launch(job, ROCQ_K_norm_stats_positions, eights, 1, 256, &args);
+        rocq__job_launch(job, ROCQ_K_norm_stats_positions, eights, 1, &args);
         return;
     }
     const int64_t groups = (p->stats ? p->stats : p->moments)->ne[1];
@@ -23675,8 +23680,7 @@ static void rocq__job_norm_stats(rocq__job *job, const void *params) {
     const int64_t at_once = 256 / ((ROCQ__MIN(x->ne[0], (int64_t)256) + 7) / 8); // positions
     const int64_t units = rocq__chip_of(job->ctx)->n_units;
     if (positions > INT32_MAX) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "norm_stats: a frame of %lld positions", (long long)positions);
+        rocq__job_refuse(job, "a frame of %lld positions", (long long)positions);
         return;
     }
     // As many shares as fill the chip, but 16 elements a thread at least; then, if need be, more,
@@ -23688,11 +23692,9 @@ static void rocq__job_norm_stats(rocq__job *job, const void *params) {
     args.group = (int32_t)(x->ne[0] / groups);
     args.packed = x->ne[2] == 1 || x->stride[2] == x->ne[1] * x->stride[1];
     args.wide = rocq__k_wide(x);
-    const int64_t ne[4] = {2 * x->ne[0], args.n_shares, x->ne[3], 1};
-    const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
-    args.work = (float *)rocq__device_data(&work);
-    rocq__job_launch(job, ROCQ_K_norm_stats, blocks * args.n_shares, x->ne[3], 256, &args);
-    rocq__job_launch(job, ROCQ_K_norm_stats_merge, groups, x->ne[3], 256, &args);
+    args.work = rocq__job_work(job, 2 * x->ne[0], args.n_shares, x->ne[3], 1);
+    rocq__job_launch(job, ROCQ_K_norm_stats, blocks * args.n_shares, x->ne[3], &args);
+    rocq__job_launch(job, ROCQ_K_norm_stats_merge, groups, x->ne[3], &args);
 }
 
 static void rocq__job_resize(rocq__job *job, const void *params) {
@@ -23703,8 +23705,7 @@ static void rocq__job_resize(rocq__job *job, const void *params) {
     args.x = rocq__k_tensor(p->x);
     args.bilinear = p->mode == ROCQ_RESIZE_BILINEAR;
     rocq__job_row(job, p->y->ne[0]);
-    rocq__job_launch(job, ROCQ_K_resize, rocq__item_blocks(job, p->y, p->y->ne[0], 4), 1, 256,
-                     &args);
+    rocq__job_launch(job, ROCQ_K_resize, rocq__item_blocks(job, p->y, p->y->ne[0], 4), 1, &args);
 }
 
 static void rocq__job_pixels(rocq__job *job, const void *params) {
@@ -23718,7 +23719,7 @@ static void rocq__job_pixels(rocq__job *job, const void *params) {
     args.bias = p->bias;
     args.srgb = p->srgb;
     const bool fits = rocq__item_blocks(job, p->y, 1, 1) > 0; // else job->result says so
-    rocq__job_launch(job, ROCQ_K_pixels, fits ? p->y->ne[2] * p->y->ne[3] : 0, 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_pixels, fits ? p->y->ne[2] * p->y->ne[3] : 0, 1, &args);
 }
 
 // -- route, experts --
@@ -23727,6 +23728,7 @@ static int64_t rocq__row_stride(const rocq_tensor *t) {
     return t ? t->stride[1] : 0;
 }
 
+// The args of a choice of experts, which kernel route makes, or router behind its products.
 static rocq_k_route_args rocq__route_args(const rocq_route_params *p) {
     rocq_k_route_args args;
     memset(&args, 0, sizeof args);
@@ -23765,10 +23767,8 @@ static void rocq__job_router(rocq__job *job, const rocq_route_params *p) {
     if (before->coded) args.matvec.row.y = rocq__device_data(before->coded->y);
     args.route = rocq__route_args(p);
     args.x = (float *)rocq__device_data(before->norm->y);
-    if (!job->planning && job->result == ROCQ_OK) {
-        job->result = rocq__counters_hip(job->ctx, 1, &args.counter);
-    }
-    rocq__job_launch(job, ROCQ_K_router, args.n_blocks + 1, 1, 256, &args);
+    args.counter = rocq__job_counters(job, 1);
+    rocq__job_launch(job, ROCQ_K_router, args.n_blocks + 1, 1, &args);
 }
 
 static void rocq__job_route(rocq__job *job, const void *params) {
@@ -23778,7 +23778,7 @@ static void rocq__job_route(rocq__job *job, const void *params) {
         return;
     }
     rocq_k_route_args args = rocq__route_args(p);
-    rocq__job_launch(job, ROCQ_K_route, p->logits->ne[1], 1, 32, &args);
+    rocq__job_launch(job, ROCQ_K_route, p->logits->ne[1], 1, &args);
 }
 
 // A product by expert whose operands have the form that its kernels read and write.
@@ -23810,6 +23810,7 @@ static void rocq__slice_planes(const rocq_tensor *t, int64_t bytes[6]) {
     }
 }
 
+// The args of a product by expert, but for those that only some of its kernels take.
 static rocq_k_experts_args rocq__experts_args(const rocq__expert_product *g) {
     const rocq_experts_params *p = g->p;
     rocq_k_experts_args args;
@@ -23858,16 +23859,8 @@ static void rocq__experts_matvec(rocq__job *job, const rocq__expert_product *g) 
         rocq__experts_weights(&args, g->p);
         while (k_waves < ROCQ_K_MATVEC_WAVES && k_waves < g->n_slots) k_waves *= 2;
     } else if (g->y.format != ROCQ_Q8_0) { // of which a block has to own whole blocks
-        rocq__site site;
-        memset(&site, 0, sizeof site);
-        site.kind = ROCQ__KIND_MATVEC;
-        site.format = (int32_t)g->w.format;
-        site.int8 = int8;
-        site.with_w2 = g->w2.n_dims > 0;
-        site.m = rocq__clamp32(m * g->n_pairs);
-        site.k = (int32_t)k;
-        site.n = 1;
-        site.row_bytes = (int32_t)(rocq__bytes(g->w.format, k) * (site.with_w2 ? 2 : 1));
+        rocq__site site = rocq__site_of(ROCQ__KIND_MATVEC, g->w.format, m * g->n_pairs, k, 1, 0);
+        site.row_bytes = (int32_t)(rocq__bytes(g->w.format, k) * (g->w2.n_dims > 0 ? 2 : 1));
         k_waves = rocq__rule_matvec(rocq__chip_of(job->ctx), &site).k_waves;
     }
     while (1 << args.k_shift < k_waves) args.k_shift++;
@@ -23879,7 +23872,7 @@ static void rocq__experts_matvec(rocq__job *job, const rocq__expert_product *g) 
     for (int64_t first = 0; first < n; first += ROCQ__GRID_Z) {
         const int64_t grid_z = ROCQ__MIN(n - first, (int64_t)ROCQ__GRID_Z);
         args.first = (int32_t)first;
-        rocq__job_launch(job, kernel, (m + rows - 1) / rows, grid_z, 256, &args);
+        rocq__job_launch(job, kernel, (m + rows - 1) / rows, grid_z, &args);
     }
 }
 
@@ -23908,7 +23901,7 @@ static void rocq__experts_fetch(rocq__job *job, const rocq__expert_product *g,
     const double bytes = (args.from[1] ? 2.0 : 1.0) * (double)rocq_tensor_size(&slices[0]);
     const rocq__cost cost = {rocq__bus_bytes(job->ctx, bytes), 0.0, 0.0};
     job->cost = cost;
-    rocq__job_launch(job, ROCQ_K_experts_fetch, args.blocks, sort->n_experts, 256, &args);
+    rocq__job_launch(job, ROCQ_K_experts_fetch, args.blocks, sort->n_experts, &args);
 }
 
 // The columns of a tile. With 64 a weight is decoded half as often as with 32, but by half as many
@@ -23947,22 +23940,21 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     const int64_t m = g->w.ne[1], n_experts = g->w.ne[2];
     const int64_t columns = rocq__experts_columns(job->ctx, g);
     const int64_t n_tiles = ROCQ_K_EXPERTS_TILES(g->n_pairs, n_experts, columns);
-    const int64_t ints_ne[4] = {g->n_pairs + 4 * n_tiles + n_experts, 1, 1, 1};
-    const rocq_tensor ints = rocq__job_tensor(job, ROCQ_I32, ROCQ_LAYOUT_GGUF, ints_ne, ints_ne[0]);
     rocq_k_experts_args sort = rocq__experts_args(g);
     rocq_k_matmul_args args;
     rocq_k_matmul_product *product = &args.product[0];
     const rocq__cost cost = job->cost, none = {0.0, 0.0, 0.0};
     memset(&args, 0, sizeof args);
     sort.columns = (int32_t)columns;
-    sort.pairs = (int32_t *)rocq__device_data(&ints);
+    sort.pairs = // the lists are integers, as large as floats
+        (int32_t *)(void *)rocq__job_work(job, g->n_pairs + 4 * n_tiles + n_experts, 1, 1, 1);
     sort.tiles = (int32_t *)((uintptr_t)sort.pairs + (uintptr_t)g->n_pairs * 4);
     sort.n_fetched = (int32_t)rocq__experts_n_fetched(job, g);
     if (sort.n_fetched > 0) {
         sort.fetched = (int32_t *)((uintptr_t)sort.tiles + (uintptr_t)n_tiles * 16);
     }
     job->cost = none;
-    rocq__job_launch(job, ROCQ_K_experts_sort, n_experts, 1, 256, &sort);
+    rocq__job_launch(job, ROCQ_K_experts_sort, n_experts, 1, &sort);
     if (sort.fetched) rocq__experts_fetch(job, g, &sort, &args.experts.fetched);
     job->cost = cost;
     product->w = sort.weights.w;
@@ -23992,7 +23984,7 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     args.tiles_n = (int32_t)n_tiles;
     const int kernel = ROCQ_K_matmul_experts_f32_32 + 2 * rocq__k_format(g->w.format) +
                        (columns == 64 ? 1 : 0);
-    rocq__job_launch(job, kernel, product->tiles_m * n_tiles, 1, 128, &args);
+    rocq__job_launch(job, kernel, product->tiles_m * n_tiles, 1, &args);
 }
 
 static void rocq__job_experts(rocq__job *job, const void *params) {
@@ -24005,23 +23997,17 @@ static void rocq__job_experts(rocq__job *job, const void *params) {
     g.n_pairs = g.n_slots * g.n;
     g.path = rocq__experts_choice(job->ctx, ROCQ_BACKEND_GPU, p, p->w).precision;
     if (p->w2 && p->w2->format != p->w->format) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "experts: w is in %s and w2 in %s on the GPU",
-                                 rocq_format_name(p->w->format), rocq_format_name(p->w2->format));
+        rocq__job_refuse(job, "w is in %s and w2 in %s on the GPU",
+                         rocq_format_name(p->w->format), rocq_format_name(p->w2->format));
         return;
     }
     if (p->w->ne[0] > ROCQ__MATMUL_K || p->w->ne[1] > INT32_MAX / ROCQ_K_MATMUL_M) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "experts: w of %lld x %lld on the GPU", (long long)p->w->ne[0],
-                                 (long long)p->w->ne[1]);
+        rocq__job_refuse(job, "w of %lld x %lld on the GPU", (long long)p->w->ne[0],
+                         (long long)p->w->ne[1]);
         return;
     }
-    if (g.path == ROCQ_PRECISION_INT8 && rocq__k_int8_format(p->w->format) < 0) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "experts: format %s has no INT8 path on the GPU",
-                                 rocq_format_name(p->w->format));
-        return;
-    }
+    rocq__job_int8(job, g.path, p->w);
+    if (job->result != ROCQ_OK) return;
     const bool tiles = g.path == ROCQ_PRECISION_F16;
     g.x = rocq__product_x(job, p->x, g.path);
     g.w = rocq__product_w(job, p->w);
@@ -24041,27 +24027,22 @@ static void rocq__job_experts(rocq__job *job, const void *params) {
     g.y = *p->y;
     if (g.merge) {
         const int64_t ne[4] = {p->w->ne[1], g.n_slots, g.n, 1};
-        g.y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
-    } else if (p->y->format == ROCQ_Q8_0 && (tiles || p->weights)) {
-        g.y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+        g.y = rocq__job_floats(job, ne);
+    } else if (tiles || p->weights) {
+        g.y = rocq__job_floats_for(job, p->y);
     }
     if (tiles) rocq__experts_grid(job, &g);
     else rocq__experts_matvec(job, &g);
     if (g.merge) {
         const rocq_tensor values = g.y;
-        if (p->y->format == ROCQ_Q8_0) {
-            g.y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
-        } else {
-            g.y = *p->y;
-        }
+        g.y = rocq__job_floats_for(job, p->y);
         rocq_k_experts_args args = rocq__experts_args(&g);
         rocq__experts_weights(&args, p);
         args.x = rocq__device_data(&values);
         args.x_stride = values.stride[1];
         const rocq__cost cost = {4.0 * (double)rocq_tensor_count(&values), 0.0, 0.0};
         job->cost = cost;
-        rocq__job_launch(job, ROCQ_K_experts_merge, g.n * ((p->w->ne[1] + 255) / 256), 1, 256,
-                         &args);
+        rocq__job_launch(job, ROCQ_K_experts_merge, g.n * ((p->w->ne[1] + 255) / 256), 1, &args);
     }
     if (g.y.format != p->y->format) rocq__job_convert(job, p->y, &g.y);
 }
@@ -24085,7 +24066,8 @@ static void rocq__job_shortconv(rocq__job *job, const void *params) {
     args.run = (int32_t)((n + runs - 1) / runs);
     args.activation = (int32_t)p->activation;
     rocq__job_row(job, p->bcx->ne[0]);
-    rocq__job_launch(job, ROCQ_K_shortconv, args.slices * p->y->ne[2], 1, (int)(8 * runs), &args);
+    rocq__job_launch_threads(job, ROCQ_K_shortconv, args.slices * p->y->ne[2], 1, (int)(8 * runs),
+                             &args);
 }
 
 // -- delta_net --
@@ -24118,7 +24100,7 @@ static void rocq__job_delta_net(rocq__job *job, const void *params) {
     rocq__job_row(job, p->v->ne[0]);
     const bool step = p->v->ne[2] < ROCQ__DELTA_LONG;
     rocq__job_launch(job, step ? ROCQ_K_delta_step : ROCQ_K_delta_net, args.slices * n_heads, 1,
-                     step ? 256 : 128, &args);
+                     &args);
 }
 
 // -- matmul_backward --
@@ -24136,8 +24118,7 @@ static rocq_tensor rocq__backward_operand(rocq__job *job, const rocq_tensor *x, 
     rocq_tensor whole = *x;
     whole.ne[0] = (x->ne[0] + 7) / 8 * 8;
     if (x->format == to && rocq__wide_rows(exact ? &whole : x)) return *x;
-    const rocq_tensor t =
-        rocq__job_tensor(job, to, ROCQ_LAYOUT_GGUF, x->ne, (x->ne[0] + 7) / 8 * 8);
+    const rocq_tensor t = rocq__job_tensor(job, to, ROCQ_LAYOUT_GGUF, x->ne, whole.ne[0]);
     rocq__job_convert(job, &t, x);
     return t;
 }
@@ -24173,12 +24154,7 @@ static rocq_k_backward_part rocq__backward_part(rocq__job *job,
     part.format = (int32_t)own.format;
     part.wide = rocq__wide_rows(c) && (!part.z.data || rocq__wide_rows(p->z)) &&
                 (of_dw || !p->residual || rocq__wide_rows(p->residual));
-    site->kind = ROCQ__KIND_TILES;
-    site->format = (int32_t)own.format;
-    site->m = part.n_k;
-    site->k = part.n_r;
-    site->n = part.n_rows;
-    site->batch = 1;
+    *site = rocq__site_of(ROCQ__KIND_TILES, own.format, part.n_k, part.n_r, part.n_rows, 1);
     return part;
 }
 
@@ -24227,9 +24203,7 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
                 rocq__lds_best(chip, &rocq__lds_backward, &site[i], -1, &n_splits[i], &ns);
         }
     }
-    if (lds && p->dx && p->dw) {
-        rocq__lds_best_pair(chip, site, tile, n_splits);
-    }
+    if (lds && p->dx && p->dw) rocq__lds_best_pair(chip, site, tile, n_splits);
     int64_t blocks[2] = {0, 0}, merges[2] = {0, 0}, steps[2] = {0, 0};
     double sums = 0.0;
     for (int i = 0; i < 2; i++) {
@@ -24245,23 +24219,20 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
         blocks[i] = (int64_t)part->tiles_k * part->tiles_rows * n_splits[i];
         steps[i] = part->n_r / n_splits[i];
         if (n_splits[i] == 1) continue;
-        const int64_t ne[4] = {part->n_k, n_splits[i], part->n_rows, 1};
-        const int64_t db_ne[4] = {part->n_rows, n_splits[i], 1, 1}; // behind them, sums for db
-        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
-        rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, db_ne, db_ne[0]);
-        part->work = (float *)rocq__device_data(&work);
+        part->work = rocq__job_work(job, part->n_k, n_splits[i], part->n_rows, 1);
+        rocq__job_work(job, part->n_rows, n_splits[i], 1, 1); // behind it, sums for db
         merges[i] = rocq__item_blocks(job, of[i], of[i]->ne[0], 1);
         sums += (double)rocq_tensor_count(of[i]) * n_splits[i];
     }
     // Blocks that take longer come first
     const int64_t n_blocks = rocq__backward_blocks(&args, blocks, steps[1] > steps[0]);
     job->cost = rocq__job_cost(job, ROCQ_OP_MATMUL_BACKWARD, p);
-    rocq__job_launch(job, kernel, n_blocks, 1, threads, &args);
+    rocq__job_launch_threads(job, kernel, n_blocks, 1, threads, &args);
     const int64_t n_merges = rocq__backward_blocks(&args, merges, false);
     if (n_merges > 0) {
         const rocq__cost merge = {4.0 * sums, sums, 0.0};
         job->cost = merge;
-        rocq__job_launch(job, ROCQ_K_matmul_backward_merge, n_merges, 1, 256, &args);
+        rocq__job_launch(job, ROCQ_K_matmul_backward_merge, n_merges, 1, &args);
     }
     job->used = mark;
 }
@@ -24271,14 +24242,12 @@ static void rocq__job_matmul_backward(rocq__job *job, const void *params) {
     const int64_t k = p->dx ? p->dx->ne[0] : p->dw->ne[0], m = p->dy->ne[0], n = p->dy->ne[1];
     const int64_t most = ROCQ__MATMUL_K;
     if (k > most || m > most || n > most) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "matmul_backward: sizes over %d on the GPU", (int)most);
+        rocq__job_refuse(job, "sizes over %d on the GPU", (int)most);
         return;
     }
     if (p->dx && rocq__k_format(p->w->format) == rocq__k_format((rocq_format)ROCQ_K_ID_read)) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "matmul_backward: no GPU kernel for dx through %s, which is only "
-                                 "read", rocq_format_name(p->w->format));
+        rocq__job_refuse(job, "no GPU kernel for dx through %s, which is only read",
+                         rocq_format_name(p->w->format));
         return;
     }
     rocq_format to[2] = {ROCQ_F32, ROCQ_F32};
@@ -24324,21 +24293,16 @@ static void rocq__job_attention_backward(rocq__job *job, const void *params) {
     const int64_t heads = p->k->ne[1] * p->k->ne[3], columns = group * p->q->ne[2];
     int size = 0;
     if (job->ctx->desc.precision == ROCQ_PRECISION_F32) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "%s: the context is to compute in F32, the GPU has F16",
-                                 job->name);
+        rocq__job_refuse(job, "the context is to compute in F32, the GPU has F16");
         return;
     }
     if (dim > 128) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "%s: head size %lld is over 128 on the GPU", job->name,
-                                 (long long)dim);
+        rocq__job_refuse(job, "head size %lld is over 128 on the GPU", (long long)dim);
         return;
     }
     if (columns > INT32_MAX / 2 || n_kv > INT32_MAX / 2) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                 "%s: %lld queries in a group, %lld positions on the GPU",
-                                 job->name, (long long)columns, (long long)n_kv);
+        rocq__job_refuse(job, "%lld queries in a group, %lld positions on the GPU",
+                         (long long)columns, (long long)n_kv);
         return;
     }
     while (rocq__back_dims[size] < dim) size++;
@@ -24376,10 +24340,10 @@ static void rocq__job_attention_backward(rocq__job *job, const void *params) {
     const rocq__cost all = job->cost; // of five products; the kernel does seven, two of them twice
     job->cost.flops = job->cost.matrix = 0.0;
     rocq__job_launch(job, ROCQ_K_attention_backward_tiles,
-                     (args.tiles_q + args.tiles_kv) * heads, 1, 128, &args);
+                     (args.tiles_q + args.tiles_kv) * heads, 1, &args);
     job->cost = all;
     rocq__job_launch(job, ROCQ_K_attention_backward_64 + size, (blocks_kv + blocks_q) * heads, 1,
-                     ROCQ_K_BACK_THREADS(d), &args);
+                     &args);
 }
 
 // -- norm_backward, activate_backward, glu_backward, gather_backward --
@@ -24409,21 +24373,17 @@ static void rocq__job_norm_backward(rocq__job *job, const void *params) {
         args.n_shares = (int32_t)ROCQ__MIN((rows + 31) / 32, most);
         args.n_sums = (int32_t)tiles * args.n_shares;
         if (args.n_shares > 1) {
-            const int64_t ne[4] = {256, args.n_sums, 1, 1};
-            const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
-            args.work = (float *)rocq__device_data(&work);
-            if (job->result == ROCQ_OK) {
-                job->result = rocq__counters_hip(job->ctx, tiles, &args.counter);
-            }
+            args.work = rocq__job_work(job, 256, args.n_sums, 1, 1);
+            args.counter = rocq__job_counters(job, tiles);
         }
     }
     const int64_t row_blocks = n > 1024 ? rows : (rows + 7) / 8;
     if (args.n_sums > 0 && rocq__same_tensor(p->dx, p->dy)) { // dy is read before dx is written
-        rocq__job_launch(job, ROCQ_K_norm_backward, args.n_sums, 1, 256, &args);
+        rocq__job_launch(job, ROCQ_K_norm_backward, args.n_sums, 1, &args);
         args.first = (uint32_t)args.n_sums;
-        rocq__job_launch(job, ROCQ_K_norm_backward, row_blocks, 1, 256, &args);
+        rocq__job_launch(job, ROCQ_K_norm_backward, row_blocks, 1, &args);
     } else {
-        rocq__job_launch(job, ROCQ_K_norm_backward, args.n_sums + row_blocks, 1, 256, &args);
+        rocq__job_launch(job, ROCQ_K_norm_backward, args.n_sums + row_blocks, 1, &args);
     }
 }
 
@@ -24439,7 +24399,7 @@ static void rocq__job_map_backward(rocq__job *job, const void *params) {
     args.activation = (int32_t)map.activation;
     rocq__job_row(job, map.dx->ne[0]);
     const int64_t blocks = rocq__item_blocks(job, map.dx, map.dx->ne[0], 4);
-    rocq__job_launch(job, ROCQ_K_map_backward, blocks, 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_map_backward, blocks, 1, &args);
 }
 
 static void rocq__job_gather_backward(rocq__job *job, const void *params) {
@@ -24453,7 +24413,7 @@ static void rocq__job_gather_backward(rocq__job *job, const void *params) {
     args.scale = p->scale != 0.0f ? p->scale : 1.0f;
     rocq__job_row(job, p->dy->ne[0]);
     rocq__job_row(job, p->ids->ne[0]);
-    rocq__job_launch(job, ROCQ_K_gather_backward, p->ids->ne[0], 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_gather_backward, p->ids->ne[0], 1, &args);
 }
 
 // -- cross_entropy, grad_norm, adamw --
@@ -24473,8 +24433,8 @@ static void rocq__job_cross_entropy(rocq__job *job, const void *params) {
     rocq__job_row(job, n);
     // With two columns or more for each unit, small blocks hide each other's waits at barriers.
     const bool many = p->logits->ne[1] >= 2 * rocq__chip_of(job->ctx)->n_units;
-    rocq__job_launch(job, ROCQ_K_cross_entropy, p->logits->ne[1], 1,
-                     n > 8192 && !many ? 1024 : rocq__row_threads(n), &args);
+    rocq__job_launch_threads(job, ROCQ_K_cross_entropy, p->logits->ne[1], 1,
+                             n > 8192 && !many ? 1024 : rocq__row_threads(n), &args);
 }
 
 static void rocq__job_grad_norm(rocq__job *job, const void *params) {
@@ -24488,11 +24448,9 @@ static void rocq__job_grad_norm(rocq__job *job, const void *params) {
     args.n_blocks = (int32_t)ROCQ__MIN((n + 4095) / 4096, most);
     args.max_norm = p->max_norm;
     args.growth_interval = p->growth_interval;
-    const int64_t ne[4] = {args.n_blocks, 1, 1, 1};
-    const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
-    args.work = (float *)rocq__device_data(&work);
-    if (job->result == ROCQ_OK) job->result = rocq__counters_hip(job->ctx, 1, &args.counter);
-    rocq__job_launch(job, ROCQ_K_grad_norm, args.n_blocks, 1, 256, &args);
+    args.work = rocq__job_work(job, args.n_blocks, 1, 1, 1);
+    args.counter = rocq__job_counters(job, 1);
+    rocq__job_launch(job, ROCQ_K_grad_norm, args.n_blocks, 1, &args);
 }
 
 static void rocq__job_adamw(rocq__job *job, const void *params) {
@@ -24520,11 +24478,12 @@ static void rocq__job_adamw(rocq__job *job, const void *params) {
     args.w16_format = p->w16 ? (int32_t)p->w16->format : 0;
     args.coded = p->m->format == ROCQ_I8;
     args.clear = p->clear;
-    rocq__job_launch(job, ROCQ_K_adamw, (args.n + 2047) / 2048, 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_adamw, (args.n + 2047) / 2048, 1, &args);
 }
 
 // -- choices: by rule, or what was found --
 
+// The configuration of a site by the rule of its kind.
 static rocq_launch_config rocq__rule_of(const rocq__chip *chip, const rocq__site *s) {
     return s->kind == ROCQ__KIND_MATVEC  ? rocq__rule_matvec(chip, s)
            : s->kind == ROCQ__KIND_TILES ? rocq__rule_tiles(chip, s)
@@ -24990,15 +24949,47 @@ static const rocq_tensor *rocq__operand_of(const void *params, const rocq__opera
 
 // The index of op's first operand; *end is one past its last.
 static int32_t rocq__operands_begin(rocq_op op, int32_t *end) {
-    int32_t i = 0;
+    int32_t i = (int32_t)op; // or later, since each op has an operand
     while (rocq__operands[i].op != (int32_t)op) i++;
     for (*end = i; *end < ROCQ__N_OPERANDS && rocq__operands[*end].op == (int32_t)op;) ++*end;
     return i;
 }
 
+// Whether an operand is its op's first one in the table, which is the op's first output.
+static bool rocq__operand_is_first(const rocq__operand *operand) {
+    return operand == rocq__operands || operand[-1].op != operand->op;
+}
+
 // The next params of a chain, or NULL. Only matmul has chains.
 static const void *rocq__next_params(rocq_op op, const void *params) {
     return op == ROCQ_OP_MATMUL ? ((const rocq_matmul_params *)params)->next : NULL;
+}
+
+// An operand that is present in an op's params.
+typedef struct rocq__given {
+    const rocq_tensor *t;
+    const rocq__operand *operand;
+    const void *params; // those that have it: of a chain, the product's
+    int32_t number;     // of these params in the chain, from 0
+} rocq__given;
+
+// Lists the operands that are present, product by product of a chain, in the order of the table.
+// Returns how many there are.
+static int32_t rocq__given_of(rocq_op op, const void *params,
+                              rocq__given given[ROCQ__MAX_OPERANDS]) {
+    int32_t end, n = 0, number = 0;
+    const int32_t begin = rocq__operands_begin(op, &end);
+    for (const void *p = params; p; p = rocq__next_params(op, p), number++) {
+        for (const rocq__operand *o = &rocq__operands[begin]; o < &rocq__operands[end]; o++) {
+            const rocq_tensor *t = rocq__operand_of(p, o);
+            if (!t) continue;
+            given[n].t = t;
+            given[n].operand = o;
+            given[n].params = p;
+            given[n++].number = number;
+        }
+    }
+    return n;
 }
 
 static rocq_result rocq__check_size(rocq_ctx *ctx, const char *op, const char *name,
@@ -25046,18 +25037,13 @@ static rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, rocq
 // -- ops --
 // Each op has a function rocq__check_NAME, see rocq__op_NAME. op: the op's name in messages.
 
-typedef struct rocq__sizes { int64_t ne[4]; } rocq__sizes;
-
-static inline rocq__sizes rocq__sizes_of(int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3) {
-    const rocq__sizes sizes = {{ne0, ne1, ne2, ne3}};
-    return sizes;
-}
-
 // Checks the sizes of an operand, unless it is NULL. -1: any size.
 static rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char *name,
-                                     const rocq_tensor *t, rocq__sizes want) {
+                                     const rocq_tensor *t, int64_t ne0, int64_t ne1, int64_t ne2,
+                                     int64_t ne3) {
+    const int64_t want[4] = {ne0, ne1, ne2, ne3};
     for (int d = 0; t && d < 4; d++) {
-        if (want.ne[d] >= 0) ROCQ__TRY(rocq__check_size(ctx, op, name, t, d, want.ne[d]));
+        if (want[d] >= 0) ROCQ__TRY(rocq__check_size(ctx, op, name, t, d, want[d]));
     }
     return ROCQ_OK;
 }
@@ -25097,7 +25083,7 @@ static rocq_result rocq__check_int8(rocq_ctx *ctx, const char *op, rocq_precisio
 // The functions below check what an op demands beyond rocq__check_operands, which has run before.
 // Each macro checks one field of p and gives a rocq_result.
 #define ROCQ__SHAPE(name, ne0, ne1, ne2, ne3) \
-    rocq__check_shape(ctx, op, #name, p->name, rocq__sizes_of(ne0, ne1, ne2, ne3))
+    rocq__check_shape(ctx, op, #name, p->name, ne0, ne1, ne2, ne3)
 #define ROCQ__RANGE(name, low, high) rocq__check_range(ctx, op, #name, p->name, low, high)
 
 static rocq_result rocq__check_none(rocq_ctx *ctx, const char *op, const void *params) {
@@ -25105,6 +25091,7 @@ static rocq_result rocq__check_none(rocq_ctx *ctx, const char *op, const void *p
     return ROCQ_OK;
 }
 
+// Checks a product's adapters: that their operands are there together and a launch can have them.
 static rocq_result rocq__check_lora(rocq_ctx *ctx, const char *op, const rocq_matmul_params *p) {
     if (!p->lora_b != !p->lora_t || !p->lora_b2 != !p->lora_t2 || (p->lora_b2 && !p->w2)) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "matmul: lora_b needs lora_t, lora_b2 needs w2 and "
@@ -25123,6 +25110,7 @@ static rocq_result rocq__check_lora(rocq_ctx *ctx, const char *op, const rocq_ma
     return ROCQ__RANGE(lora_scale, -FLT_MAX, FLT_MAX);
 }
 
+// Checks one product of a chain, operands included.
 static rocq_result rocq__check_product(rocq_ctx *ctx, const char *op,
                                        const rocq_matmul_params *p) {
     ROCQ__TRY(rocq__check_operands(ctx, op, ROCQ_OP_MATMUL, p));
@@ -25511,8 +25499,6 @@ static rocq_result rocq__check_attention_backward(rocq_ctx *ctx, const char *op,
     return rocq__check_attention(ctx, op, &forward);
 }
 
-// cross_entropy, grad_norm, adamw
-
 static rocq_result rocq__check_cross_entropy(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_cross_entropy_params *p = (const rocq_cross_entropy_params *)params;
     if (!p->loss && !p->dlogits) {
@@ -25558,13 +25544,12 @@ static rocq_result rocq__check_adamw(rocq_ctx *ctx, const char *op, const void *
 
 // -- overlap --
 
+// The first operand in the planar layout, or NULL.
 static const rocq_tensor *rocq__planar_operand(rocq_op op, const void *params) {
-    int32_t end, begin = rocq__operands_begin(op, &end);
-    for (; params; params = rocq__next_params(op, params)) {
-        for (int32_t i = begin; i < end; i++) {
-            const rocq_tensor *t = rocq__operand_of(params, &rocq__operands[i]);
-            if (t && t->layout == ROCQ_LAYOUT_PLANAR) return t;
-        }
+    rocq__given given[ROCQ__MAX_OPERANDS];
+    const int32_t n = rocq__given_of(op, params, given);
+    for (int32_t i = 0; i < n; i++) {
+        if (given[i].t->layout == ROCQ_LAYOUT_PLANAR) return given[i].t;
     }
     return NULL;
 }
@@ -25669,37 +25654,25 @@ static bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
 // would disagree about how the work is shared.
 static rocq_result rocq__check_overlap(rocq_ctx *ctx, const char *op_name, rocq_op op,
                                        const void *params) {
-    struct {
-        const rocq_tensor *t;
-        const rocq__operand *operand;
-        const void *params; // the product of a chain that it belongs to
-        rocq__range range;
-    } list[ROCQ__MAX_OPERANDS];
-    int32_t end, n = 0;
-    const int32_t begin = rocq__operands_begin(op, &end);
-    for (const void *p = params; p; p = rocq__next_params(op, p)) {
-        for (int32_t i = begin; i < end; i++) {
-            const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
-            if (!t) continue;
-            list[n].t = t;
-            list[n].operand = &rocq__operands[i];
-            list[n].params = p;
-            list[n++].range = rocq__range_of(t);
-        }
-    }
+    rocq__given given[ROCQ__MAX_OPERANDS];
+    rocq__range range[ROCQ__MAX_OPERANDS];
+    const int32_t n = rocq__given_of(op, params, given);
+    for (int32_t i = 0; i < n; i++) range[i] = rocq__range_of(given[i].t);
     for (int32_t o = 0; o < n; o++) {
-        if (list[o].operand->role != ROCQ__OUT) continue;
+        const rocq__given *out = &given[o];
+        if (out->operand->role != ROCQ__OUT) continue;
         for (int32_t i = 0; i < n; i++) {
-            const int32_t role = list[i].operand->role;
-            if (i == o || !rocq__ranges_cross(list[o].range, list[i].range)) continue;
-            const bool in_place = role == ROCQ__IN_PLACE && list[i].params == list[o].params &&
-                                  list[o].operand == &rocq__operands[begin];
-            if (in_place && rocq__same_tensor(list[o].t, list[i].t)) continue;
-            if (role != ROCQ__INDEX && !rocq__meet(list[o].t, list[i].t)) continue;
+            const int32_t role = given[i].operand->role;
+            if (i == o || !rocq__ranges_cross(range[o], range[i])) continue;
+            if (role == ROCQ__IN_PLACE && given[i].params == out->params &&
+                rocq__operand_is_first(out->operand) && rocq__same_tensor(out->t, given[i].t)) {
+                continue;
+            }
+            if (role != ROCQ__INDEX && !rocq__meet(out->t, given[i].t)) continue;
             return rocq__fail(ctx, ROCQ_E_ARGUMENT,
                               role == ROCQ__INDEX ? "%s: the extents of %s and %s overlap"
                                                   : "%s: %s lies on %s",
-                              op_name, list[o].operand->name, list[i].operand->name);
+                              op_name, out->operand->name, given[i].operand->name);
         }
     }
     return ROCQ_OK;
@@ -25787,11 +25760,11 @@ static double rocq__bytes_moved(rocq_op op, const void *params, const rocq_tenso
 }
 
 // Sets the flops of an op, and how many of them the matrix unit does (cost->matrix). Flops are two
-// for each weight and column of a product, as often as it has gradients in the backward; four for
-// each element of q and position it meets in attention, ten in its backward; seven for each token
-// and element of a delta net's state; else one for each element of the first operand that is
-// COUNTED, or of the output if none is. positions: of K and V, that attention reads. Returns false
-// where only the GPU knows the lengths.
+// for each weight and column of a product, and in its backward two for each gradient that is asked
+// for; four for each element of q and position it meets in attention, ten in its backward; seven
+// for each token and element of a delta net's state; else one for each element of the first operand
+// that is COUNTED, or of the output if none is. *positions becomes the number of positions of K and
+// V that attention reads. Returns false where only the GPU knows the lengths.
 static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *params,
                               rocq__cost *cost, double *positions) {
     double scores;
@@ -25861,20 +25834,17 @@ static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *param
 
 // What an op moves and computes: bytes of every operand once. 0 where only the GPU knows lengths.
 static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
+    rocq__given given[ROCQ__MAX_OPERANDS];
     rocq__cost cost = {0.0, 0.0, 0.0};
-    int32_t end;
-    const int32_t begin = rocq__operands_begin(op, &end);
     double positions = 0.0;
     if (!rocq__count_flops(ctx, op, params, &cost, &positions)) return cost;
-    for (const void *p = params; p; p = rocq__next_params(op, p)) {
-        for (int32_t i = begin; i < end; i++) {
-            const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
-            if (!t) continue;
-            if (op == ROCQ_OP_MATMUL && p != params && t == ((const rocq_matmul_params *)p)->x) {
-                continue; // the first product has read it
-            }
-            cost.bytes += rocq__bytes_moved(op, p, t, positions);
+    const int32_t n = rocq__given_of(op, params, given);
+    for (int32_t i = 0; i < n; i++) {
+        const rocq__given *g = &given[i];
+        if (g->number > 0 && g->t == ((const rocq_matmul_params *)g->params)->x) {
+            continue; // the first product of a chain has read it
         }
+        cost.bytes += rocq__bytes_moved(op, g->params, g->t, positions);
     }
     return cost;
 }
@@ -25883,16 +25853,13 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
 // how many bytes to add to the op's cost, so that its bytes at the rate of the device's memory take
 // the time that the op will take.
 static double rocq__bus_extra(const rocq_ctx *ctx, rocq_op op, const void *params) {
-    int32_t end;
-    const int32_t begin = rocq__operands_begin(op, &end);
+    rocq__given given[ROCQ__MAX_OPERANDS];
+    const int32_t n = rocq__given_of(op, params, given);
     double extra = 0.0;
-    for (const void *p = params; p; p = rocq__next_params(op, p)) {
-        for (int32_t i = begin; i < end; i++) {
-            const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
-            if (!t || !rocq__is_pinned(ctx, rocq__device_data(t))) continue;
-            const double bytes = rocq__bytes_moved(op, p, t, 0.0);
-            extra += rocq__bus_bytes(ctx, bytes) - bytes;
-        }
+    for (int32_t i = 0; i < n; i++) {
+        if (!rocq__is_pinned(ctx, rocq__device_data(given[i].t))) continue;
+        const double bytes = rocq__bytes_moved(op, given[i].params, given[i].t, 0.0);
+        extra += rocq__bus_bytes(ctx, bytes) - bytes;
     }
     return extra;
 }
@@ -26000,10 +25967,10 @@ typedef struct rocq__node {
 
 // What an op, a graph or a copy does, for the profile (>>profile).
 typedef struct rocq__work {
-    const void *params;        // of an op whose cost is not counted yet, else NULL
-    const rocq__op *op;
-    const char *name, *detail; // of its region: "matvec", and a format or NULL
-    rocq__cost cost;
+    const rocq__op *op;        // NULL: a graph or a copy
+    const void *params;        // the op's, from which its cost is counted
+    const char *name, *detail; // of the op's region: "matvec", and a format or NULL
+    rocq__cost cost;           // of a graph or a copy
     rocq_access access;
     bool copy; // between host and device: bound by the bus, not by the memory's peak
 } rocq__work;
@@ -26035,40 +26002,36 @@ struct rocq_graph {
 // caller's may change. One block of memory, which rocq__free frees.
 static rocq_result rocq__node_copy(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                    rocq__node **out) {
-    const int64_t params_size = op->params_size;
-    int32_t end, n_params = 0, n_tensors = 0;
-    const int32_t begin = rocq__operands_begin(op->id, &end);
-    for (const void *p = params; p; p = rocq__next_params(op->id, p), n_params++) {
-        for (int32_t i = begin; i < end; i++) {
-            n_tensors += rocq__operand_of(p, &rocq__operands[i]) != NULL;
-        }
-    }
-    const int64_t node_size = (int64_t)sizeof(rocq__node),
-                  tensor_size = (int64_t)sizeof(rocq_tensor);
-    char *memory =
-        (char *)rocq__alloc(ctx, node_size + n_tensors * tensor_size + n_params * params_size);
+    rocq__given given[ROCQ__MAX_OPERANDS];
+    const int32_t n_tensors = rocq__given_of(op->id, params, given);
+    int32_t n_params = 0;
+    for (const void *p = params; p; p = rocq__next_params(op->id, p)) n_params++;
+    const int64_t node_size = (int64_t)sizeof(rocq__node), params_size = op->params_size,
+                  tensors_size = n_tensors * (int64_t)sizeof(rocq_tensor);
+    char *memory = (char *)rocq__alloc(ctx, node_size + tensors_size + n_params * params_size);
     if (!memory) return rocq__fail(ctx, ROCQ_E_MEMORY, "no memory for a copy of an op's params");
     rocq__node *node = (rocq__node *)(void *)memory;
     memset(node, 0, sizeof *node);
     node->op = op;
     node->tensors = (rocq_tensor *)(void *)(memory + node_size);
-    node->params = memory + node_size + n_tensors * tensor_size;
+    node->n_tensors = n_tensors;
+    node->params = memory + node_size + tensors_size;
     char *copy = (char *)node->params;
     for (const void *p = params; p; p = rocq__next_params(op->id, p), copy += params_size) {
         memcpy(copy, p, (size_t)params_size);
-        for (int32_t i = begin; i < end; i++) {
-            const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
-            if (!t) continue;
-            rocq_tensor *own = &node->tensors[node->n_tensors];
-            *own = *t;
-            memcpy(copy + rocq__operands[i].offset, &own, sizeof own);
-            node->kept[node->n_tensors] = rocq__operands[i].role == ROCQ__KEPT;
-            node->output[node->n_tensors++] = rocq__operands[i].role == ROCQ__OUT;
-        }
         if (rocq__next_params(op->id, p)) {
             ((rocq_matmul_params *)(void *)copy)->next =
                 (const rocq_matmul_params *)(void *)(copy + params_size);
         }
+    }
+    for (int32_t i = 0; i < n_tensors; i++) {
+        rocq_tensor *own = &node->tensors[i];
+        const rocq__operand *operand = given[i].operand;
+        *own = *given[i].t;
+        copy = (char *)node->params + given[i].number * params_size;
+        memcpy(copy + operand->offset, &own, sizeof own);
+        node->kept[i] = operand->role == ROCQ__KEPT;
+        node->output[i] = operand->role == ROCQ__OUT;
     }
     *out = node;
     return ROCQ_OK;
@@ -26117,12 +26080,22 @@ static rocq_result rocq__run_cpu(rocq_ctx *ctx, const rocq__op *op, const void *
     return rocq__team_run(ctx, ctx->uncancelled ? NULL : op->name, plan.stages, plan.n_stages);
 }
 
+// Runs an op's body (>>hip_launch), which submits its launches or, if planning, does not.
+static rocq__job rocq__job_run(rocq_ctx *ctx, const rocq__op *op, const void *params,
+                               const rocq__joined *before, bool planning, void *scratch) {
+    rocq__job job = {ctx, op->id, op->name, planning, (uintptr_t)scratch, 0, 0, ROCQ_OK,
+                     {0.0, 0.0, 0.0}, before};
+    if (op->id != ROCQ_OP_MATMUL && op->id != ROCQ_OP_ATTENTION) { // which set it themselves
+        job.cost = rocq__job_cost(&job, op->id, params);
+    }
+    op->job(&job, params);
+    return job;
+}
+
 // Goes through an op's launches without submitting them: *scratch becomes the memory they take.
 static rocq_result rocq__plan_hip(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                   const rocq__joined *before, int64_t *scratch) {
-    rocq__job job = {ctx,     op->id, op->name, true, 0, 0, 0,
-                     ROCQ_OK, {0.0, 0.0, 0.0}, before};
-    op->job(&job, params);
+    const rocq__job job = rocq__job_run(ctx, op, params, before, true, NULL);
     *scratch = job.most;
     return job.result;
 }
@@ -26130,11 +26103,7 @@ static rocq_result rocq__plan_hip(rocq_ctx *ctx, const rocq__op *op, const void 
 // Submits an op's launches.
 static rocq_result rocq__run_hip(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                  const rocq__joined *before, void *scratch) {
-    rocq__job job = {ctx,     op->id, op->name, false, (uintptr_t)scratch, 0, 0,
-                     ROCQ_OK, {0.0, 0.0, 0.0}, before};
-    rocq__job_begin(&job, params);
-    op->job(&job, params);
-    return job.result;
+    return rocq__job_run(ctx, op, params, before, false, scratch).result;
 }
 
 // Finds out whether the context can run an op that has passed its checks, and the scratch memory
@@ -26352,31 +26321,47 @@ static rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
         ctx->plan_bytes ? "%s: ops are being planned" : "%s: a graph is being recorded", call);
 }
 
-// Whether what a tensor holds after a node is overwritten by later ops before any of them reads it.
-// If none overwrites it, the caller may read it after the graph.
-static bool rocq__is_dead(const rocq__node *node, const rocq_tensor *t) {
-    const rocq__range range = rocq__range_of(t);
-    while ((node = node->next) != NULL) {
-        bool covered = false;
-        for (int32_t i = 0; i < node->n_tensors; i++) {
-            const rocq__range other = rocq__range_of(&node->tensors[i]);
-            if (!rocq__ranges_cross(other, range)) continue;
-            if (!node->output[i]) return false;
-            covered = covered || (other.begin <= range.begin && range.end <= other.end &&
-                                  rocq_tensor_contiguous(&node->tensors[i]));
-        }
-        if (covered) return true;
-    }
-    return false;
+// Whether t, which may be NULL, overlaps range.
+static bool rocq__in_range(const rocq_tensor *t, rocq__range range) {
+    return t && rocq__ranges_cross(rocq__range_of(t), range);
+}
+
+// Whether t is NULL or lies in range.
+static bool rocq__is_within(const rocq_tensor *t, rocq__range range) {
+    if (!t) return true;
+    const rocq__range own = rocq__range_of(t);
+    return own.begin >= range.begin && own.end <= range.end;
 }
 
 // Whether an output of a node overlaps t, which may be NULL.
 static bool rocq__writes(const rocq__node *node, const rocq_tensor *t) {
     for (int32_t i = 0; t && i < node->n_tensors; i++) {
-        if (node->output[i] &&
-            rocq__ranges_cross(rocq__range_of(&node->tensors[i]), rocq__range_of(t))) {
-            return true;
+        if (node->output[i] && rocq__in_range(t, rocq__range_of(&node->tensors[i]))) return true;
+    }
+    return false;
+}
+
+// Whether an output of a node overlaps what another one reads or writes.
+static bool rocq__writes_to(const rocq__node *node, const rocq__node *other) {
+    for (int32_t i = 0; i < other->n_tensors; i++) {
+        if (rocq__writes(node, &other->tensors[i])) return true;
+    }
+    return false;
+}
+
+// Whether what a tensor holds after a node is overwritten by later ops before any of them reads it.
+// If none overwrites it, the caller may read it after the graph.
+static bool rocq__is_dead(const rocq__node *node, const rocq_tensor *t) {
+    while ((node = node->next) != NULL) {
+        bool covered = false;
+        for (int32_t i = 0; i < node->n_tensors; i++) {
+            const rocq__range other = rocq__range_of(&node->tensors[i]);
+            if (!rocq__in_range(t, other)) continue;
+            if (!node->output[i]) return false;
+            covered = covered || (rocq__is_within(t, other) &&
+                                  rocq_tensor_contiguous(&node->tensors[i]));
         }
+        if (covered) return true;
     }
     return false;
 }
@@ -26389,10 +26374,11 @@ static bool rocq__writes(const rocq__node *node, const rocq_tensor *t) {
 static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node, const rocq__node *next,
                              rocq__joined *before) {
     const rocq_norm_params *norm = (const rocq_norm_params *)node->params;
+    const rocq__range made = rocq__range_of(norm->y);
     before->norm = norm;
     if (!rocq__is_row(norm->x) || norm->rstd || norm->y->format != ROCQ_Q8_0 ||
         norm->y->layout != ROCQ_LAYOUT_PLANAR || (norm->weight && !rocq__aligned16(norm->weight)) ||
-        rocq__ranges_cross(rocq__range_of(norm->x), rocq__range_of(norm->y))) {
+        rocq__in_range(norm->x, made)) {
         return false;
     }
     for (const rocq_matmul_params *p = (const rocq_matmul_params *)next->params; p; p = p->next) {
@@ -26404,24 +26390,9 @@ static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node, const 
     }
     for (int32_t i = 0; i < next->n_tensors; i++) {
         const rocq_tensor *t = &next->tensors[i];
-        if (rocq__ranges_cross(rocq__range_of(t), rocq__range_of(norm->y)) &&
-            !rocq__same_tensor(t, norm->y)) {
-            return false;
-        }
+        if (rocq__in_range(t, made) && !rocq__same_tensor(t, norm->y)) return false;
     }
     return !rocq__writes(next, norm->x) && !rocq__writes(next, norm->weight);
-}
-
-// Whether t, which may be NULL, overlaps range.
-static bool rocq__in_range(const rocq_tensor *t, rocq__range range) {
-    return t && rocq__ranges_cross(rocq__range_of(t), range);
-}
-
-// Whether t is NULL or lies in range.
-static bool rocq__is_within(const rocq_tensor *t, rocq__range range) {
-    if (!t) return true;
-    const rocq__range own = rocq__range_of(t);
-    return own.begin >= range.begin && own.end <= range.end;
 }
 
 // Whether the kernels with `low` take w.
@@ -26460,8 +26431,7 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
             return false;
         }
         if (!rocq__same_tensor(p->x, low.x) || !rocq__low_takes(p->w) ||
-            !rocq__is_within(p->lora_t, made) ||
-            !rocq__is_within(p->lora_t2, made) ||
+            !rocq__is_within(p->lora_t, made) || !rocq__is_within(p->lora_t2, made) ||
             (p->lora_b && !rocq__fuses_lora(p->lora_b, p->lora_t)) ||
             (p->lora_b2 && !rocq__fuses_lora(p->lora_b2, p->lora_t2)) ||
             (p->w2 && p->w2->format != p->w->format)) {
@@ -26480,10 +26450,7 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
         if (!is_t) return false;
         reads = true;
     }
-    for (int32_t i = 0; i < node->n_tensors; i++) {
-        if (rocq__writes(next, &node->tensors[i])) return false;
-    }
-    return reads;
+    return reads && !rocq__writes_to(next, node);
 }
 
 // rope_append into attention for one token (kernels attention_decode and attention_step). Each
@@ -26508,8 +26475,8 @@ static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node, rocq__join
     for (int i = 0; i < 2; i++) {
         if (rocq__address(from[i]) != rocq__address(to[i]) || from[i]->format != to[i]->format ||
             from[i]->layout != to[i]->layout || from[i]->ne[0] != to[i]->ne[0] ||
-            from[i]->ne[1] != to[i]->ne[1] ||
-            from[i]->stride[1] != to[i]->stride[1] || from[i]->stride[2] != to[i]->stride[2]) {
+            from[i]->ne[1] != to[i]->ne[1] || from[i]->stride[1] != to[i]->stride[1] ||
+            from[i]->stride[2] != to[i]->stride[2]) {
             return false;
         }
     }
@@ -26549,8 +26516,7 @@ static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__nod
         node = node->next;
         norm = (const rocq_norm_params *)node->params;
         if (coded->y->layout != ROCQ_LAYOUT_PLANAR || coded->rstd ||
-            !rocq__same_norm(coded, norm) ||
-            rocq__ranges_cross(rocq__range_of(coded->y), rocq__range_of(norm->y))) {
+            !rocq__same_norm(coded, norm) || rocq__in_range(coded->y, rocq__range_of(norm->y))) {
             return NULL;
         }
     }
@@ -26566,21 +26532,16 @@ static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__nod
     const rocq_tensor *made[2] = {norm->y, coded ? coded->y : norm->y};
     for (int i = 0; i < 2; i++) {
         const rocq__range range = rocq__range_of(made[i]);
-        if (rocq__ranges_cross(range, rocq__range_of(norm->x)) ||
-            (norm->weight && rocq__ranges_cross(range, rocq__range_of(norm->weight)))) {
-            return NULL;
-        }
+        if (rocq__in_range(norm->x, range) || rocq__in_range(norm->weight, range)) return NULL;
         for (int32_t t = 0; t < products->n_tensors; t++) {
             bool is_x = false;
             for (const rocq_matmul_params *q = p; q; q = q->next) {
                 is_x = is_x || q->x == &products->tensors[t];
             }
-            if (!is_x && rocq__ranges_cross(range, rocq__range_of(&products->tensors[t]))) {
-                return NULL;
-            }
+            if (!is_x && rocq__in_range(&products->tensors[t], range)) return NULL;
         }
         for (int32_t t = 0; t < choice->n_tensors; t++) {
-            if (rocq__ranges_cross(range, rocq__range_of(&choice->tensors[t]))) return NULL;
+            if (rocq__in_range(&choice->tensors[t], range)) return NULL;
         }
     }
     const rocq_route_params *route = (const rocq_route_params *)choice->params;
@@ -26614,13 +26575,7 @@ static bool rocq__joins_beside(const rocq_ctx *ctx, const rocq__node *node, rocq
         rocq__norm_threads(ctx, norm) != rocq__norm_threads(ctx, other)) {
         return false;
     }
-    for (int32_t i = 0; i < node->n_tensors; i++) {
-        if (rocq__writes(next, &node->tensors[i])) return false;
-    }
-    for (int32_t i = 0; i < next->n_tensors; i++) {
-        if (rocq__writes(node, &next->tensors[i])) return false;
-    }
-    return true;
+    return !rocq__writes_to(node, next) && !rocq__writes_to(next, node);
 }
 
 // Fusion: a GPU runs some sequences of ops as one launch. Returns the last op of the sequence that
@@ -26756,6 +26711,21 @@ static rocq_result rocq__subgraph_capture(rocq_ctx *ctx, rocq__node *subgraph) {
     return result;
 }
 
+// Plans a recorded op, and the launch of the sequence that begins with it if there is one. *scratch
+// becomes what they take of the context's own scratch memory.
+static rocq_result rocq__node_plan(rocq_ctx *ctx, const rocq__node *node, int64_t *scratch) {
+    rocq__joined before;
+    int64_t bytes;
+    bool on_cpu;
+    ROCQ__TRY(rocq__plan_op(ctx, node->op, node->params, &bytes, &on_cpu));
+    *scratch = rocq__own_scratch(&node->lent, bytes);
+    const rocq__node *last = rocq__joins(ctx, node, &before);
+    if (!last) return ROCQ_OK;
+    ROCQ__TRY(rocq__plan_hip(ctx, last->op, last->params, &before, &bytes));
+    *scratch = ROCQ__MAX(*scratch, bytes);
+    return ROCQ_OK;
+}
+
 // Captures all subgraphs. Scratch memory gets its full size first, since nothing may be allocated
 // during a capture. E_DEVICE means that the runtime cannot capture them; nothing is lost, and the
 // ops can run one by one.
@@ -26763,16 +26733,11 @@ static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     ROCQ__TRY(rocq__graph_forget(ctx, graph));
     graph->checked = false;
-    graph->scratch = 0; // the budget may have less room than when the ops were recorded
+    graph->scratch = 0; // counted again: ops may have been tuned since they were recorded, or the
+                        // budget may have less room
     for (const rocq__node *node = graph->first; node; node = node->next) {
-        int64_t scratch; // an op may have been tuned since it was recorded
-        bool on_cpu;
-        ROCQ__TRY(rocq__plan_op(ctx, node->op, node->params, &scratch, &on_cpu));
-        graph->scratch = ROCQ__MAX(graph->scratch, rocq__own_scratch(&node->lent, scratch));
-        rocq__joined before;
-        const rocq__node *last = rocq__joins(ctx, node, &before);
-        if (!last) continue;
-        ROCQ__TRY(rocq__plan_hip(ctx, last->op, last->params, &before, &scratch));
+        int64_t scratch;
+        ROCQ__TRY(rocq__node_plan(ctx, node, &scratch));
         graph->scratch = ROCQ__MAX(graph->scratch, scratch);
     }
     ROCQ__TRY(rocq__reserve_hip(ctx, graph->scratch));
@@ -27097,8 +27062,8 @@ struct rocq_pool {
     rocq_memory memory; // HOST, PINNED (of a GPU context only) or DEVICE
     bool by_formula;    // all classes are the default ones, so no search is needed
     bool exact, thread_safe;
-    const bool *lost;   // the GPU's flag; &never for host memory and for a thread-safe pool
-    bool never;
+    const bool *lost;   // the GPU's flag, or, for host memory and in a thread-safe pool, `never`
+    bool never;         // false
     int64_t most;       // largest request
     int64_t quick_most; // largest request that needs neither lock nor search for its class, or 0
     int64_t live_bytes, peak_bytes;
@@ -27402,10 +27367,9 @@ ROCQ_DEF rocq_result rocq_pool_create(rocq_ctx *ctx, rocq_pool **pool_at,
         classes[c].free = -1;
     }
     pool->ctx = ctx;
-    pool->memory = d.memory != ROCQ_MEMORY_DEFAULT ? d.memory
-                   : rocq__on_gpu(ctx)             ? ROCQ_MEMORY_DEVICE
-                                                   : ROCQ_MEMORY_HOST;
-    if (!rocq__on_gpu(ctx)) pool->memory = ROCQ_MEMORY_HOST;
+    pool->memory = !rocq__on_gpu(ctx)                ? ROCQ_MEMORY_HOST
+                   : d.memory != ROCQ_MEMORY_DEFAULT ? d.memory
+                                                     : ROCQ_MEMORY_DEVICE;
     pool->by_formula = d.n_classes == 0;
     pool->exact = d.exact;
     pool->thread_safe = d.thread_safe;
@@ -27635,6 +27599,7 @@ static void rocq__pool_rates(rocq_pool_stats *s) {
     }
 }
 
+// The statistics of one class.
 static rocq_pool_stats rocq__size_class_stats(const rocq__size_class *cls) {
     rocq_pool_stats s;
     memset(&s, 0, sizeof s);
@@ -27655,6 +27620,7 @@ static rocq_pool_stats rocq__size_class_stats(const rocq__size_class *cls) {
     return s;
 }
 
+// The statistics of the whole pool. It has its own peaks: those of its classes came at other times.
 static rocq_pool_stats rocq__pool_total(const rocq_pool *pool) {
     rocq_pool_stats total;
     memset(&total, 0, sizeof total);
@@ -27934,8 +27900,9 @@ ROCQ_DEF rocq_result rocq_kv_create(rocq_ctx *ctx, rocq_kv **out, const rocq_kv_
     ROCQ__TRY(rocq__not_recording(ctx, "kv_create"));
     ROCQ__TRY(rocq__kv_plan(ctx, desc, &plan, &bytes));
     const int64_t n_words = rocq__kv_n_words(&plan), n_pages = plan.desc.n_pages;
-    const int64_t host = (n_words + 3 * n_pages) * (int64_t)sizeof(int32_t);
-    rocq_kv *kv = (rocq_kv *)rocq__alloc(ctx, (int64_t)sizeof *kv + host);
+    const int64_t lists = (n_words + 3 * n_pages) * (int64_t)sizeof(int32_t);
+    const int64_t host = (int64_t)sizeof(rocq_kv) + lists;
+    rocq_kv *kv = (rocq_kv *)rocq__alloc(ctx, host);
     if (!kv) {
         return rocq__fail(ctx, ROCQ_E_MEMORY, "kv_create: no memory for %lld bytes",
                           (long long)host);
@@ -27947,7 +27914,7 @@ ROCQ_DEF rocq_result rocq_kv_create(rocq_ctx *ctx, rocq_kv **out, const rocq_kv_
     kv->refs = kv->length + n_words;
     kv->free_pages = kv->refs + n_pages;
     kv->fill = kv->free_pages + n_pages;
-    memset(kv->length, 0, (size_t)host);
+    memset(kv->length, 0, (size_t)lists);
     for (int32_t i = 0; i < n_pages; i++) kv->free_pages[i] = (int32_t)n_pages - 1 - i;
     kv->n_free = (int32_t)n_pages;
     const rocq_result result = rocq__kv_make(kv, bytes);
@@ -28070,16 +28037,12 @@ static rocq_result rocq__kv_cast(rocq_kv *kv, const rocq_tensor *y, const rocq_t
     return rocq__kv_run_op(kv, &rocq__op_cast, &p);
 }
 
-// Cells [cell, cell + n) of k or v: [D, n, n_planes].
-static rocq_tensor rocq__kv_cells(const rocq_tensor *rows, int64_t cell, int64_t n) {
-    return rocq_tensor_slice(rows, 1, cell, n);
-}
-
 // Copies n cells to others that do not overlap them.
 static rocq_result rocq__kv_copy(rocq_kv *kv, int64_t to, int64_t from, int64_t n) {
     for (int i = 0; i < 2; i++) {
         const rocq_tensor *rows = i == 0 ? &kv->k : &kv->v;
-        const rocq_tensor y = rocq__kv_cells(rows, to, n), x = rocq__kv_cells(rows, from, n);
+        const rocq_tensor y = rocq_tensor_slice(rows, 1, to, n);
+        const rocq_tensor x = rocq_tensor_slice(rows, 1, from, n);
         ROCQ__TRY(rocq__kv_cast(kv, &y, &x));
     }
     return ROCQ_OK;
@@ -28120,7 +28083,7 @@ static rocq_result rocq__kv_move(rocq_kv *kv, const rocq_tensor *rows, int32_t s
     for (int32_t done = 0, run; done < n; done += run) {
         int32_t cell;
         run = rocq__kv_run(kv, seq, pos + done, n - done, &cell);
-        const rocq_tensor cells = rocq__kv_cells(rows, cell, run);
+        const rocq_tensor cells = rocq_tensor_slice(rows, 1, cell, run);
         rocq_tensor slice = rocq_tensor_slice(stage, 2, done, run);
         rocq_tensor_permute(&slice, &slice, swap); // cannot fail
         ROCQ__TRY(out ? rocq__kv_cast(kv, &cells, &slice) : rocq__kv_cast(kv, &slice, &cells));
@@ -28230,7 +28193,8 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
     const int32_t begin = size > 0 ? ROCQ__MIN(first / size, end) : 0; // pages [begin, end) change
     const int32_t out = whole ? n / size : 0; // pages that are dropped
     int32_t *table = rocq__kv_table(kv, seq);
-    // Shared pages come before own ones: if one is copied, dropping those before it frees no page.
+    // A sequence's shared pages come before its own. So if one has to be copied, all pages that are
+    // dropped before it are shared, too, and dropping them frees none.
     const int32_t want = first < left ? rocq__kv_shared(kv, seq, begin + out, end + out) : 0;
     ROCQ__TRY(rocq__kv_want_pages(kv, "kv_shift", want, kv->n_free));
     // rocq_kv_create has reserved it, but a larger rocq_reserve that failed may have freed it.
@@ -28362,6 +28326,7 @@ ROCQ_DEF rocq_result rocq_kv_save(rocq_kv *kv, int32_t seq, void *dst, int64_t s
     return ROCQ_OK;
 }
 
+// Checks that src is a whole snapshot that fits this cache, and gives its header.
 static rocq_result rocq__kv_check_snapshot(const rocq_kv *kv, const void *src, int64_t size,
                                            rocq__kv_header *h) {
     const int64_t head = (int64_t)sizeof *h;
@@ -28945,31 +28910,29 @@ static const rocq__preset rocq__presets[] = {
 };
 
 // What is wrong with a desc, or NULL.
-static const char *rocq__desc_fault(const rocq_desc *desc) {
-    if (!desc->allocator.alloc != !desc->allocator.free) {
-        return "one of allocator.alloc and free is NULL";
-    }
-    if ((int)desc->prefer < 0 || desc->prefer > ROCQ_BACKEND_GPU) {
-        return "unknown backend in prefer";
-    }
-    if (desc->n_threads < 0) return "n_threads is negative";
-    if (desc->memory_budget < 0 || desc->scratch_bytes < 0) return "a size is negative";
-    if (desc->device < 0) return "device is negative";
-    if ((int)desc->precision < 0 || desc->precision > ROCQ_PRECISION_INT8) {
-        return "unknown precision";
-    }
-    if (desc->dispatch_us < -1) return "dispatch_us is less than -1";
-    if (desc->slice_us < 0) return "slice_us is negative";
-    if ((int)desc->sharing < 0 || desc->sharing > ROCQ_SHARING_COMPUTE_FIRST) {
-        return "unknown preset in sharing";
-    }
-    if ((int)desc->cpu_tier < 0 || desc->cpu_tier > ROCQ_CPU_AVX512) return "unknown cpu_tier";
-    if ((int)desc->priority < 0 || desc->priority > ROCQ_PRIORITY_HIGH) return "unknown priority";
-    if (desc->max_units < -1 || desc->max_waves < -1) {
-        return "max_units or max_waves is less than -1";
-    }
-    if (desc->kernels_data && (desc->kernels_path || desc->kernels_size < 1)) {
-        return "kernels_data needs kernels_size, and no kernels_path beside it";
+static const char *rocq__desc_fault(const rocq_desc *d) {
+    const struct {
+        bool wrong;
+        const char *what;
+    } faults[] = {
+        {!d->allocator.alloc != !d->allocator.free, "one of allocator.alloc and free is NULL"},
+        {(int)d->prefer < 0 || d->prefer > ROCQ_BACKEND_GPU, "unknown backend in prefer"},
+        {d->n_threads < 0, "n_threads is negative"},
+        {d->memory_budget < 0 || d->scratch_bytes < 0, "a size is negative"},
+        {d->device < 0, "device is negative"},
+        {(int)d->precision < 0 || d->precision > ROCQ_PRECISION_INT8, "unknown precision"},
+        {d->dispatch_us < -1, "dispatch_us is less than -1"},
+        {d->slice_us < 0, "slice_us is negative"},
+        {(int)d->sharing < 0 || d->sharing > ROCQ_SHARING_COMPUTE_FIRST,
+         "unknown preset in sharing"},
+        {(int)d->cpu_tier < 0 || d->cpu_tier > ROCQ_CPU_AVX512, "unknown cpu_tier"},
+        {(int)d->priority < 0 || d->priority > ROCQ_PRIORITY_HIGH, "unknown priority"},
+        {d->max_units < -1 || d->max_waves < -1, "max_units or max_waves is less than -1"},
+        {d->kernels_data && (d->kernels_path || d->kernels_size < 1),
+         "kernels_data needs kernels_size, and no kernels_path beside it"},
+    };
+    for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++) {
+        if (faults[i].wrong) return faults[i].what;
     }
     return NULL;
 }
@@ -29036,31 +28999,26 @@ static rocq_result rocq__gpu_attempt(rocq_ctx *ctx) {
     return ROCQ_OK;
 }
 
+// Until there is a context that could hold a message, only the desc's log has it.
+static rocq_result rocq__open_failed(const rocq_desc *desc, rocq_result result, const char *why) {
+    if (desc->log) desc->log(ROCQ_LOG_ERROR, why, desc->log_user);
+    return result;
+}
+
 ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
-    // Until there is a context that could hold a message, errors are reported by the desc's log.
     rocq_desc resolved;
     if (!out) return ROCQ_E_ARGUMENT;
     *out = NULL;
     memset(&resolved, 0, sizeof resolved);
     if (desc) resolved = *desc;
     const char *fault = rocq__desc_fault(&resolved);
-    if (fault) {
-        if (resolved.log) resolved.log(ROCQ_LOG_ERROR, fault, resolved.log_user);
-        return ROCQ_E_ARGUMENT;
-    }
+    if (fault) return rocq__open_failed(&resolved, ROCQ_E_ARGUMENT, fault);
     if (!rocq__desc_resolve(&resolved)) {
-        if (resolved.log) {
-            resolved.log(ROCQ_LOG_ERROR, "the processor or the build lacks desc.cpu_tier",
-                         resolved.log_user);
-        }
-        return ROCQ_E_UNSUPPORTED;
+        return rocq__open_failed(&resolved, ROCQ_E_UNSUPPORTED,
+                                 "the processor or the build lacks desc.cpu_tier");
     }
     rocq_ctx *ctx = (rocq_ctx *)resolved.allocator.alloc(sizeof(rocq_ctx), resolved.allocator.user);
-    if (!ctx) {
-        if (resolved.log)
-            resolved.log(ROCQ_LOG_ERROR, "no memory for a context", resolved.log_user);
-        return ROCQ_E_MEMORY;
-    }
+    if (!ctx) return rocq__open_failed(&resolved, ROCQ_E_MEMORY, "no memory for a context");
     rocq__context_init(ctx, &resolved);
     rocq_result result = ROCQ_OK;
     if (resolved.prefer != ROCQ_BACKEND_CPU) result = rocq__gpu_attempt(ctx);
@@ -29127,6 +29085,7 @@ ROCQ_DEF rocq_result rocq_get_stats(const rocq_ctx *ctx, rocq_stats *stats) {
     return ROCQ_OK;
 }
 
+// Waits for the GPU, and reports the bad values that kernels have met since the last call.
 static rocq_result rocq__sync_hip(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     ROCQ__TRY_HIP("sync",
@@ -29279,27 +29238,29 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op id, const void *p
     if (!info) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "get_precision: info is NULL");
     ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
     const rocq_backend backend = rocq__on_gpu(ctx) && !on_cpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU;
-    const rocq_matmul_params *p = id == ROCQ_OP_MATMUL ? (const rocq_matmul_params *)params : NULL;
-    const rocq_matmul_backward_params *back =
-        id == ROCQ_OP_MATMUL_BACKWARD ? (const rocq_matmul_backward_params *)params : NULL;
-    const rocq_experts_params *experts =
-        id == ROCQ_OP_EXPERTS ? (const rocq_experts_params *)params : NULL;
-    rocq__choice choice, second;
-    if (experts) choice = rocq__experts_choice(ctx, backend, experts, experts->w);
-    else if (p) choice = rocq__product_choice(ctx, backend, p, p->w);
-    else if (back) choice = rocq__backward_choice(ctx, backend, back, back->dw != NULL);
-    else choice = rocq__precision_rule_for(ctx, backend, id, ROCQ_F32, 0, 0);
-    const rocq_conv_params *conv =
-        id == ROCQ_OP_CONV ? (const rocq_conv_params *)params : NULL;
-    info->asked = rocq__asked(ctx, p      ? p->precision
-                                   : conv ? conv->precision
-                                   : back ? back->precision
-                                   : experts ? experts->precision
-                                          : ROCQ_PRECISION_AUTO);
+    rocq_precision asked = ROCQ_PRECISION_AUTO;
+    rocq__choice choice, second = {ROCQ_PRECISION_AUTO, NULL}; // second: of w2, AUTO without one
+    if (id == ROCQ_OP_MATMUL) {
+        const rocq_matmul_params *p = (const rocq_matmul_params *)params;
+        asked = p->precision;
+        choice = rocq__product_choice(ctx, backend, p, p->w);
+        if (p->w2) second = rocq__product_choice(ctx, backend, p, p->w2);
+    } else if (id == ROCQ_OP_EXPERTS) {
+        const rocq_experts_params *p = (const rocq_experts_params *)params;
+        asked = p->precision;
+        choice = rocq__experts_choice(ctx, backend, p, p->w);
+        if (p->w2) second = rocq__experts_choice(ctx, backend, p, p->w2);
+    } else if (id == ROCQ_OP_MATMUL_BACKWARD) {
+        const rocq_matmul_backward_params *p = (const rocq_matmul_backward_params *)params;
+        asked = p->precision;
+        choice = rocq__backward_choice(ctx, backend, p, p->dw != NULL);
+    } else {
+        if (id == ROCQ_OP_CONV) asked = ((const rocq_conv_params *)params)->precision;
+        choice = rocq__precision_rule_for(ctx, backend, id, ROCQ_F32, 0, 0);
+    }
+    info->asked = rocq__asked(ctx, asked);
     info->nmse = rocq__nmse_bound(choice.precision);
-    if ((p && p->w2) || (experts && experts->w2)) { // y is a product of two sums, and has the
-        second = p ? rocq__product_choice(ctx, backend, p, p->w2) // errors of both
-                   : rocq__experts_choice(ctx, backend, experts, experts->w2);
+    if (second.precision != ROCQ_PRECISION_AUTO) { // y has the errors of both products
         info->nmse += rocq__nmse_bound(second.precision);
         if (second.precision > choice.precision) choice = second;
     }
@@ -29754,7 +29715,7 @@ ROCQ_DEF rocq_result rocq_measure_launch(rocq_ctx *ctx, int32_t n, rocq_launch_c
 
 #if ROCQ__HAS_PROFILE
 
-// The op's name, format and access, which are cheap to know; rocq__work_count does the rest.
+// The op's name, format and access. Its cost is counted when the region ends.
 static rocq__work rocq__work_named(const rocq__op *op, const void *params) {
     const rocq_tensor *kind = NULL;
     bool mixed = false;
@@ -29793,11 +29754,6 @@ static rocq__work rocq__work_named(const rocq__op *op, const void *params) {
     }
     if (kind) work.detail = mixed ? "mixed" : rocq_format_name(kind->format);
     return work;
-}
-
-static void rocq__work_count(const rocq_ctx *ctx, rocq__work *work) {
-    work->cost = rocq__cost_of(ctx, work->op->id, work->params);
-    work->params = NULL;
 }
 
 // -- regions --
@@ -30181,7 +30137,7 @@ static void rocq__sample(rocq__profile *p, const rocq__event *e) {
 }
 
 // work: of an op, a graph or a copy, else NULL.
-static rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq__work *work) {
+static rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, const rocq__work *work) {
     rocq__profile *p = ctx->profiling;
     p->depth--;
     if (rocq__skipping(p)) {
@@ -30203,8 +30159,7 @@ static rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq__w
     }
     e->failed = result != ROCQ_OK;
     if (work && !e->failed) {
-        if (work->params) rocq__work_count(ctx, work);
-        e->own = work->cost;
+        e->own = work->op ? rocq__cost_of(ctx, work->op->id, work->params) : work->cost;
         e->access = (int8_t)work->access;
         e->copy = work->copy;
         e->submits = true;
@@ -30488,6 +30443,7 @@ static const rocq__times *rocq__times_of(const rocq__region *r) {
     return gpu ? &r->gpu : &r->host;
 }
 
+// The results of a region, from the events that have been folded.
 static void rocq__region_stats(const rocq__profile *p, int32_t index, rocq_region_stats *stats) {
     rocq__region *r = &p->regions[index];
     const rocq__times *times = rocq__times_of(r);
@@ -30577,6 +30533,7 @@ static void rocq__report_rows(rocq__output *out, const rocq__profile *p, int32_t
     }
 }
 
+// The report as text: a table with a line for each region, indented by its depth.
 static void rocq__report_table(rocq__output *out, const rocq__profile *p) {
     int width = 6;
     for (int32_t i = 0; i < p->n_regions; i++) {
@@ -30623,6 +30580,7 @@ static void rocq__json_string(rocq__output *out, const char *name, const char *t
     rocq__print(out, "%s", then);
 }
 
+// The report as one JSON object, with a list of the regions.
 static void rocq__report_json(rocq__output *out, const rocq_ctx *ctx, const rocq__profile *p) {
     rocq__print(out, "{");
     rocq__json_string(out, "device", ctx->device, ", ");
@@ -30647,6 +30605,7 @@ static void rocq__report_json(rocq__output *out, const rocq_ctx *ctx, const rocq
     rocq__print(out, "\n ]}\n");
 }
 
+// The report as a trace in JSON, which Perfetto and chrome://tracing open.
 static void rocq__report_trace(rocq__output *out, const rocq_ctx *ctx, const rocq__profile *p) {
     const char *const names[3] = {ctx->device, "host", "GPU"};
     rocq__print(out, "{\"displayTimeUnit\": \"ns\", ");
@@ -30673,7 +30632,7 @@ static void rocq__report_trace(rocq__output *out, const rocq_ctx *ctx, const roc
 
 ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_write_fn write,
                                          void *user) {
-    rocq__output out;
+    rocq__output out = {write, user, false};
     if (!ctx) return ROCQ_E_ARGUMENT;
     if (!write || (int)kind < 0 || kind > ROCQ_REPORT_TRACE) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "profile_report: write is NULL, or kind %d is none",
@@ -30682,9 +30641,6 @@ ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_w
     const rocq__profile *p = ctx->profile;
     if (!p) return rocq__fail(ctx, ROCQ_E_STATE, "profile_report: no profile has been started");
     ROCQ__TRY(rocq__log_finish(ctx, "profile_report"));
-    out.write = write;
-    out.user = user;
-    out.failed = false;
     if (kind == ROCQ_REPORT_TEXT) rocq__report_table(&out, p);
     else if (kind == ROCQ_REPORT_JSON) rocq__report_json(&out, ctx, p);
     else rocq__report_trace(&out, ctx, p);
@@ -30733,6 +30689,7 @@ typedef struct rocq__residency {
     int32_t simds; // of the CU or WGP
     int32_t waves; // that the VGPRs of a SIMD allow
     int32_t by_vgprs, by_threads, by_lds; // workgroups that each resource allows
+    int32_t groups; // workgroups that fit: the least of these three
     int32_t compiler_lds; // by_lds as clang counts it
 } rocq__residency;
 
@@ -30753,13 +30710,9 @@ static rocq__residency rocq__residency_of(const rocq_occupancy_params *p, int32_
         const int32_t blocks = (p->lds_bytes + ROCQ__LDS_GRANULE - 1) / ROCQ__LDS_GRANULE;
         limits.by_lds = ROCQ__CU_LDS * cus / (blocks * ROCQ__LDS_GRANULE);
     }
+    limits.groups = ROCQ__MIN(ROCQ__MIN(limits.by_vgprs, limits.by_threads), limits.by_lds);
     limits.compiler_lds = ROCQ__CU_LDS * cus / ROCQ__MAX(p->lds_bytes, 1);
     return limits;
-}
-
-// Workgroups that fit.
-static int32_t rocq__residency_groups(const rocq__residency *limits) {
-    return ROCQ__MIN(ROCQ__MIN(limits->by_vgprs, limits->by_threads), limits->by_lds);
 }
 
 ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params,
@@ -30770,7 +30723,7 @@ ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params,
         return ROCQ_E_ARGUMENT;
     }
     const rocq__residency limits = rocq__residency_of(params, params->vgprs);
-    const int32_t groups = rocq__residency_groups(&limits);
+    const int32_t groups = limits.groups;
     rocq_occupancy o;
     memset(&o, 0, sizeof o);
 
@@ -30789,8 +30742,7 @@ ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params,
                                             : ROCQ_LIMIT_VGPRS;
     }
     for (int32_t v = params->vgprs - 1; v > 0 && o.next_vgprs == 0; v--) {
-        const rocq__residency less = rocq__residency_of(params, v);
-        if (rocq__residency_groups(&less) > groups) o.next_vgprs = v;
+        if (rocq__residency_of(params, v).groups > groups) o.next_vgprs = v;
     }
     *result = o;
     return ROCQ_OK;
@@ -30867,6 +30819,12 @@ enum {
 };
 
 // -- the list ctx->tuned, in the order of sites --
+
+// Fails in a CPU context.
+static rocq_result rocq__tunes(rocq_ctx *ctx, const char *call) {
+    if (rocq__on_gpu(ctx)) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: there is nothing to tune on the CPU", call);
+}
 
 static rocq_result rocq__tuned_full(rocq_ctx *ctx) {
     return rocq__fail(ctx, ROCQ_E_STATE,
@@ -31015,24 +30973,23 @@ static rocq_result rocq__tune_compare(rocq__tuning *t, const rocq_launch_config 
     return ROCQ_OK;
 }
 
-// Records a row of the default. The time of a single op tells how many make a row.
-static rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
-    t->n_runs = 1;
+// Records t->rule_row, n_runs ops with the default, and times it.
+static rocq_result rocq__tune_rule_row(rocq__tuning *t, int32_t n_runs, double *ns) {
+    t->n_runs = n_runs;
     ROCQ__TRY(rocq__tune_record(t, &t->rule, &t->rule_row));
-    for (int32_t i = 0; i < 2; i++) { // the first also warms up
-        ROCQ__TRY(rocq__tune_sample(t, &t->rule, t->rule_row, ns));
-    }
+    ROCQ__TRY(rocq__tune_sample(t, &t->rule, t->rule_row, ns)); // warms up
+    return rocq__tune_sample(t, &t->rule, t->rule_row, ns);
+}
+
+// Makes the row of the default. The time of a single op tells how many make a row.
+static rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
+    ROCQ__TRY(rocq__tune_rule_row(t, 1, ns));
     rocq_graph_destroy(t->ctx, &t->rule_row);
     if (t->ctx->gpu->lost) return ROCQ_E_LOST; // rocq_graph_destroy may have found that
     const double most = ROCQ__TUNE_RUNS, fit = (double)ROCQ__TUNE_ROW_NS / *ns;
     const int32_t n = (int32_t)ROCQ__MAX(ROCQ__MIN(fit, most), 1.0);
     t->n_params = ROCQ__MIN(t->n_params, n);
-    t->n_runs = n / t->n_params * t->n_params;
-    ROCQ__TRY(rocq__tune_record(t, &t->rule, &t->rule_row));
-    for (int32_t i = 0; i < 2; i++) {
-        ROCQ__TRY(rocq__tune_sample(t, &t->rule, t->rule_row, ns));
-    }
-    return ROCQ_OK;
+    return rocq__tune_rule_row(t, n / t->n_params * t->n_params, ns);
 }
 
 // Whether to try a configuration: not the default again, nor what the caller lists but the class
@@ -31215,9 +31172,7 @@ static rocq_result rocq__tune_nodes(rocq__tuning *t, const rocq__node *first,
 static rocq_result rocq__tune_begin(rocq_ctx *ctx, const rocq_tune_desc *desc, rocq__tuning *t,
                                     rocq_tune_result *result) {
     ROCQ__TRY(rocq__not_recording(ctx, "tune"));
-    if (!rocq__on_gpu(ctx)) {
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "tune: there is nothing to tune on the CPU");
-    }
+    ROCQ__TRY(rocq__tunes(ctx, "tune"));
     ROCQ__TRY(rocq__begin_op(ctx, "tune"));
     memset(t, 0, sizeof *t);
     memset(result, 0, sizeof *result);
@@ -31293,6 +31248,7 @@ typedef struct rocq__tuning_header {
 
 enum { ROCQ__TUNING_VERSION = 2 }; // 1 was text
 
+// The header of a file for this device, without its checksum.
 static rocq__tuning_header rocq__tuning_header_of(const rocq_ctx *ctx, int32_t n_results) {
     const rocq__gpu *gpu = ctx->gpu;
     rocq__tuning_header h;
@@ -31319,10 +31275,7 @@ static uint64_t rocq__tuning_checksum(const rocq__tuning_header *h, const void *
 ROCQ_DEF rocq_result rocq_tuning_save(rocq_ctx *ctx, rocq_write_fn write, void *user) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     if (!write) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "tuning_save: write is NULL");
-    if (!rocq__on_gpu(ctx)) {
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
-                          "tuning_save: there is nothing to tune on the CPU");
-    }
+    ROCQ__TRY(rocq__tunes(ctx, "tuning_save"));
     const int64_t size = ctx->n_tuned * (int64_t)sizeof *ctx->tuned;
     rocq__tuning_header h = rocq__tuning_header_of(ctx, ctx->n_tuned);
     h.checksum = rocq__tuning_checksum(&h, size > 0 ? (const void *)ctx->tuned : "");
@@ -31429,12 +31382,10 @@ static rocq_result rocq__tuning_read(rocq_ctx *ctx, const rocq__tuning_header *o
 
 ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const void *data, int64_t size) {
     if (!ctx) return ROCQ_E_ARGUMENT;
-    if (!data || size < 0)
+    if (!data || size < 0) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "tuning_load: data is NULL or size negative");
-    if (!rocq__on_gpu(ctx)) {
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
-                          "tuning_load: there is nothing to tune on the CPU");
     }
+    ROCQ__TRY(rocq__tunes(ctx, "tuning_load"));
     const rocq__tuning_header own = rocq__tuning_header_of(ctx, 0);
     return rocq__tuning_read(ctx, &own, data, size);
 }
@@ -31471,19 +31422,14 @@ ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const void *data, int64_t s
 // ---------------------------------------------------------------------------------------------
 
 #if ROCQ__HAS_WARM
-// On the CPU ops are rehearsed with their own weights and scratch memory. All else may have no
-// contents yet: activations, caches, masks, and weights that an op of the graph makes. Stand-ins
-// take their place: floats are 0, and integers are 1, which is a valid index and length.
+// On the CPU ops are rehearsed with their own weights and scratch memory. Their other operands may
+// have no contents yet: activations, caches, masks, and weights that an op of the graph makes.
+// Stand-ins take their place: floats are 0, and integers are 1, which is a valid index and length.
 
 // Whether an op of the graph may write to t.
 static bool rocq__graph_writes(const rocq_graph *graph, const rocq_tensor *t) {
-    const rocq__range range = rocq__range_of(t);
     for (const rocq__node *node = graph->first; node; node = node->next) {
-        for (int32_t i = 0; i < node->n_tensors; i++) {
-            if (node->output[i] && rocq__ranges_cross(rocq__range_of(&node->tensors[i]), range)) {
-                return true;
-            }
-        }
+        if (rocq__writes(node, t)) return true;
     }
     return false;
 }
@@ -31534,7 +31480,7 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     unsigned char *memory = NULL;
     const rocq__lent now = ctx->lent;
     int64_t most = 1, scratch = 0; // of ops with lent memory, which is not written yet
-    for (rocq__node *node = graph->first; node && result == ROCQ_OK; node = node->next) {
+    for (rocq__node *node = graph->first; node; node = node->next) {
         result = rocq__node_copy(ctx, node->op, node->params, end);
         if (result != ROCQ_OK) break;
         if (node->lent.size > 0) {
@@ -31553,11 +31499,11 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     if (result == ROCQ_OK) {
         most = (most + 255) / 256 * 256;
         memory = (unsigned char *)rocq__alloc_aligned(ctx, most + scratch, 256);
-        if (memory) {
-            ctx->lent.address = memory + most;
-            ctx->lent.size = scratch;
-        }
         if (!memory) result = rocq__fail(ctx, ROCQ_E_MEMORY, "warm: no memory to rehearse ops in");
+    }
+    if (result == ROCQ_OK) {
+        ctx->lent.address = memory + most;
+        ctx->lent.size = scratch;
     }
     for (rocq__node *node = list; node && result == ROCQ_OK; node = node->next) {
         result = rocq__begin_op(ctx, "warm");
@@ -31619,13 +31565,7 @@ static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
     for (const rocq__node *node = graph ? graph->first : NULL; node && result == ROCQ_OK;
          node = node->next) {
         int64_t scratch;
-        bool on_cpu;
-        result = rocq__plan_op(ctx, node->op, node->params, &scratch, &on_cpu);
-        rocq__joined before;
-        const rocq__node *last = rocq__joins(ctx, node, &before);
-        if (result == ROCQ_OK && last) {
-            result = rocq__plan_hip(ctx, last->op, last->params, &before, &scratch);
-        }
+        result = rocq__node_plan(ctx, node, &scratch);
     }
     gpu->would_launch = NULL;
     ROCQ__TRY(result);
@@ -31675,14 +31615,16 @@ typedef struct rocq__replay {
 } rocq__replay;
 
 // Adds input t of an op to the feeds, with values that the op accepts.
-static void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *params,
-                           const rocq_tensor *t) {
+static void rocq__feed_add(rocq__replay *r, const rocq__given *given) {
+    const rocq_tensor *t = given->t;
+    const void *params = given->params;
+    const int32_t op = given->operand->op;
     rocq__feed f;
     memset(&f, 0, sizeof f);
     f.t = *t;
     f.is_index = t->format == ROCQ_I32;
     f.step = f.shift = 1;
-    if (o->op == ROCQ_OP_ATTENTION) {
+    if (op == ROCQ_OP_ATTENTION) {
         const rocq_attention_params *p = (const rocq_attention_params *)params;
         if (t == p->page_table) f.shift = 0; // so that attention reads the cells that are written
         if (t == p->kv_len) {                // the number of queries; for B 1 more if that fits
@@ -31690,12 +31632,12 @@ static void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *
             f.step = 0;
             f.shift = p->page_table || p->k->ne[2] > f.first;
         }
-    } else if (o->op == ROCQ_OP_ROPE_APPEND) {
+    } else if (op == ROCQ_OP_ROPE_APPEND) {
         const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
         f.is_cell = t == (p->cell ? p->cell : p->pos);
-    } else if (o->op == ROCQ_OP_DELTA_NET) {
+    } else if (op == ROCQ_OP_DELTA_NET) {
         if (t == ((const rocq_delta_net_params *)params)->slot) f.shift = 0; // there may be two
-    } else if (o->op == ROCQ_OP_SAMPLE) {
+    } else if (op == ROCQ_OP_SAMPLE) {
         if (t == ((const rocq_sample_params *)params)->allowed) { // all bits; for B not the first
             f.first = f.shift = -1;
             f.step = 0;
@@ -31713,9 +31655,8 @@ static void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *
 
 // Whether the tensor lies in one of the ranges.
 static bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_tensor *t) {
-    const rocq__range range = rocq__range_of(t);
     for (int32_t k = 0; k < n; k++) {
-        if (list[k].range.begin <= range.begin && range.end <= list[k].range.end) return true;
+        if (rocq__is_within(t, list[k].range)) return true;
     }
     return false;
 }
@@ -31725,26 +31666,23 @@ static bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_
 // does it; but not across buffers, since runtimes refuse a copy over two allocations, which may be
 // adjacent by chance. Caches are left to rocq__replay_rows. written is a work area like r->touched.
 static void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
-    int32_t n_written = 0, end;
+    rocq__given given[ROCQ__MAX_OPERANDS];
+    int32_t n_written = 0;
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
-        const int32_t begin = rocq__operands_begin(node->op->id, &end);
-        for (int pass = 0; pass < 2; pass++) { // what the op reads, then what it writes
-            for (const void *p = node->params; p; p = rocq__next_params(node->op->id, p)) {
-                for (int32_t i = begin; i < end; i++) {
-                    const rocq__operand *o = &rocq__operands[i];
-                    const rocq_tensor *t = rocq__operand_of(p, o);
-                    const bool out = o->role == ROCQ__OUT;
-                    if (!t || o->role == ROCQ__KEPT || out != (pass == 1)) continue;
-                    if (out && o->op == ROCQ_OP_ROPE_APPEND &&
-                        o->offset != offsetof(rocq_rope_append_params, q)) {
-                        continue;
-                    }
-                    if (rocq__touched_hold(written, n_written, t)) continue;
-                    rocq__touched_add(r->touched, &r->n_touched, t, out);
-                    if (out) rocq__touched_add(written, &n_written, t, true);
-                    else rocq__feed_add(r, o, p, t);
-                }
+        const int32_t n = rocq__given_of(node->op->id, node->params, given);
+        for (int32_t k = 0; k < 2 * n; k++) { // what the op reads, then what it writes
+            const rocq__given *g = &given[k % n];
+            const rocq__operand *o = g->operand;
+            const bool out = o->role == ROCQ__OUT;
+            if (o->role == ROCQ__KEPT || out != (k >= n)) continue;
+            if (out && o->op == ROCQ_OP_ROPE_APPEND &&
+                o->offset != offsetof(rocq_rope_append_params, q)) {
+                continue;
             }
+            if (rocq__touched_hold(written, n_written, g->t)) continue;
+            rocq__touched_add(r->touched, &r->n_touched, g->t, out);
+            if (out) rocq__touched_add(written, &n_written, g->t, true);
+            else rocq__feed_add(r, g);
         }
     }
     for (int32_t i = 0; i < r->n_touched; i++) {

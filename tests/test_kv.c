@@ -1059,25 +1059,60 @@ static void test_bad_arguments(void **state) {
 
 // -- cancelling --
 
-// What a call makes of sequence 0, as rocq_kv_save has it; cancelled in run `at` of its tasks.
-static unsigned char *moved_rows(int call, int32_t page_size, int64_t at, int64_t *size) {
-    enum { LENGTH = 80 };
+#ifdef ROCQ_SIMT_HIP_H
+// On a GPU rocq_cancel comes when the stand-in reads the clock, as it does for each mark of a
+// profile: before and behind each op.
+static double cancelling_clock(void) {
+    static double ms;
+    if (n_runs++ == cancel_at) rocq_cancel(to_cancel);
+    return ms += 0.001;
+}
+
+static void open_to_cancel(void) {
+    const rocq_profile_desc profile = {.cost = 1};
+    (void)cancelling_tasks; // which a CPU context takes
+    simt_set_work(SIMT_AT_ONCE);
+    simt_set_clock(cancelling_clock);
+    to_cancel = open_ctx();
+    assert_int_equal(rocq_profile_start(to_cancel, &profile), ROCQ_OK);
+}
+
+static void close_to_cancel(void) {
+    rocq_close(&to_cancel);
+    simt_set_clock(NULL);
+    simt_set_work(SIMT_LATE);
+}
+#else
+static void open_to_cancel(void) {
     const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 2,
                             .run_tasks = cancelling_tasks};
-    const rocq_kv_desc d = {.n_layers = 4, .n_kv_heads = 8, .head_dim = 128, .n_seqs = 2,
-                            .n_ctx = 96, .page_size = page_size};
+    assert_int_equal(rocq_open(&to_cancel, &desc), ROCQ_OK);
+}
+
+static void close_to_cancel(void) { rocq_close(&to_cancel); }
+#endif
+
+// What a call makes of sequence 0, as rocq_kv_save has it; cancelled at the run `at` of tasks, or
+// the mark, that comes in it.
+static unsigned char *moved_rows(int call, int32_t page_size, int64_t at, int64_t *size) {
+    enum { LENGTH = 80 };
+    const bool small = KV_BACKEND == ROCQ_BACKEND_GPU; // else rows enough to be shared out
+    const rocq_kv_desc d = {.n_layers = small ? 1 : 4, .n_kv_heads = small ? 2 : 8,
+                            .head_dim = small ? 32 : 128, .n_seqs = 2, .n_ctx = 96,
+                            .page_size = page_size};
     rocq_kv *kv;
-    rocq_kv_stats stats;
-    rocq_kv_view view;
     int64_t other_size;
     cancel_at = -1;
-    assert_int_equal(rocq_open(&to_cancel, &desc), ROCQ_OK);
+    open_to_cancel();
     assert_int_equal(rocq_kv_create(to_cancel, &kv, &d), ROCQ_OK);
-    assert_int_equal(rocq_kv_layer(kv, 0, 0, 1, &view), ROCQ_OK);
-    assert_int_equal(rocq_kv_get_stats(kv, &stats), ROCQ_OK);
     for (int i = 0; i < 2; i++) {
-        float *rows = (float *)rocq_tensor_data(i == 0 ? &view.k_cache : &view.v_cache);
-        for (int64_t j = 0; j < stats.reserved_bytes / 8; j++) rows[j] = (float)(j % 9973 + i);
+        const rocq_tensor *cache = i == 0 ? &kv->k : &kv->v;
+        const int64_t bytes = rocq_tensor_size(cache);
+        float *numbers = (float *)malloc((size_t)bytes);
+        assert_non_null(numbers);
+        for (int64_t j = 0; j < bytes / 4; j++) numbers[j] = (float)(j % 9973 + i);
+        assert_int_equal(rocq_upload(to_cancel, cache, numbers, bytes), ROCQ_OK);
+        free(numbers);
         assert_int_equal(rocq_kv_append(kv, i, LENGTH - i, NULL), ROCQ_OK);
     }
     assert_int_equal(rocq_kv_save(kv, 1, NULL, 0, &other_size), ROCQ_OK);
@@ -1104,7 +1139,7 @@ static unsigned char *moved_rows(int call, int32_t page_size, int64_t at, int64_
     n_runs = n;
     free(other);
     rocq_kv_destroy(&kv);
-    rocq_close(&to_cancel);
+    close_to_cancel();
     return rows;
 }
 
@@ -1113,7 +1148,6 @@ static unsigned char *moved_rows(int call, int32_t page_size, int64_t at, int64_
 static void test_cancelled_moves(void **state) {
     (void)state;
     int64_t size, most = 0, n;
-    if (KV_BACKEND == ROCQ_BACKEND_GPU) skip(); // its ops do not stop once they are submitted
     for (int32_t page_size = 0; page_size <= 32; page_size += 32) {
         for (int call = 0; call < 5; call++) {
             unsigned char *want = moved_rows(call, page_size, -1, &size);
@@ -1136,11 +1170,15 @@ static void test_cancelled_moves(void **state) {
 
 typedef struct host_count {
     int64_t blocks, fail_at; // counts down; negative = never
+    size_t refused;          // bytes of the block that failed
 } host_count;
 
 static void *counted_alloc(size_t size, void *user) {
     host_count *count = (host_count *)user;
-    if (count->fail_at >= 0 && count->fail_at-- == 0) return NULL;
+    if (count->fail_at >= 0 && count->fail_at-- == 0) {
+        count->refused = size;
+        return NULL;
+    }
     void *ptr = malloc(size);
     if (ptr) count->blocks++;
     return ptr;
@@ -1167,7 +1205,7 @@ static void test_tiny_size(void **state) {
 
 static void test_memory(void **state) {
     (void)state;
-    host_count host = {0, -1};
+    host_count host = {0, -1, 0};
     const rocq_desc desc = {.prefer = KV_BACKEND, .n_threads = 1, .memory_budget = 1 << 20,
                             .allocator = {counted_alloc, counted_free, &host}};
     rocq_ctx *ctx = NULL;
@@ -1185,6 +1223,12 @@ static void test_memory(void **state) {
             if (result == ROCQ_OK) break;
             assert_int_equal(result, ROCQ_E_MEMORY);
             assert_null(kv);
+            if (fail_at == 0) { // the message names the bytes that were asked for
+                long long named = 0;
+                assert_int_equal(sscanf(rocq_error(ctx), "kv_create: no memory for %lld", &named),
+                                 1);
+                assert_int_equal(named + 64 + (long long)sizeof(rocq__block), host.refused);
+            }
             assert_in_range(host.blocks - blocks, 0, 1); // scratch that was reserved stays
             n_failed++;
         }

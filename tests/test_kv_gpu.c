@@ -2,9 +2,8 @@
 #define KV_BACKEND ROCQ_BACKEND_GPU
 #define KV_SCRIPT 60
 #define KV_TEARDOWN nothing_was_wrong
-#include "test_kv.c"
-
 #include "simt/hip.h"
+#include "test_kv.c"
 
 static int nothing_was_wrong(void **state) {
     (void)state;

@@ -1,11 +1,16 @@
 // The tuner: what it may choose, what it tries, when it believes a result, and the file that keeps
 // what it found. Where a verdict is looked at, the stand-in's clock (tests/simt/hip.h) goes by a
 // known landscape, so that it does not depend on the machine; the launches are real ones.
+#define _XOPEN_SOURCE 700 // fork, setrlimit
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 #include <cmocka.h>
 
 #include "simt/hip.h"
@@ -1147,6 +1152,97 @@ static void loading_may_run_out_of_memory(void **state) {
     }
 }
 
+// -- the file on a disk: tests run in the repository's root --
+
+#define ON_DISK ".build/test_tuner.tuning"
+
+static rocq_result save_to_disk(void) {
+    rocq_file *out;
+    const rocq_result opened = rocq_file_open(ctx, &out, ON_DISK);
+    if (opened != ROCQ_OK) return opened;
+    const rocq_result result = rocq_tuning_save(ctx, rocq_file_write, out);
+    const rocq_result closed = rocq_file_close(&out, result == ROCQ_OK);
+    return result != ROCQ_OK ? result : closed;
+}
+
+static file on_disk(void) {
+    file t = {.size = 0};
+    FILE *in = fopen(ON_DISK, "rb");
+    assert_non_null(in);
+    t.size = (int64_t)fread(t.data, 1, sizeof t.data, in);
+    fclose(in);
+    return t;
+}
+
+static bool is_left(const char *path) { return access(path, F_OK) == 0; }
+
+// Another process saves no results, over and over, while this one saves three: at every moment the
+// file is all of what one of them wrote.
+static void two_processes_write_one_file(void **state) {
+    (void)state;
+    enum { TIMES = 40 };
+    const file three = tune_three();
+    assert_int_equal(save_to_disk(), ROCQ_OK);
+    const pid_t other = fork();
+    assert_true(other >= 0);
+    if (other == 0) {
+        rocq_tuning_clear(ctx);
+        for (int i = 0; i < TIMES; i++) {
+            if (save_to_disk() != ROCQ_OK) _exit(1);
+        }
+        _exit(0);
+    }
+    int status = 0, n_empty = 0;
+    pid_t ended = 0;
+    for (int i = 0; i < TIMES || ended == 0; i++) {
+        const file t = on_disk();
+        if (t.size == three.size) assert_memory_equal(t.data, three.data, (size_t)t.size);
+        else n_empty++;
+        rocq_tuning_clear(ctx);
+        assert_int_equal(rocq_tuning_load(ctx, t.data, t.size), ROCQ_OK);
+        assert_int_equal(ctx->n_tuned, t.size == three.size ? 3 : 0);
+        assert_int_equal(rocq_tuning_load(ctx, three.data, three.size), ROCQ_OK);
+        if (i < TIMES) assert_int_equal(save_to_disk(), ROCQ_OK);
+        if (ended == 0) ended = waitpid(other, &status, WNOHANG);
+    }
+    assert_int_equal(ended, other);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    assert_true(n_empty > 0); // it came in between
+    assert_false(is_left(ON_DISK ".part") || is_left(ON_DISK ".part1"));
+    remove(ON_DISK);
+}
+
+// However little of it a disk takes, the old file stays, and no other is left.
+static void a_full_disk_keeps_the_old_file(void **state) {
+    (void)state;
+    struct rlimit before, full;
+    const file empty = saved();
+    assert_int_equal(save_to_disk(), ROCQ_OK);
+    const file three = tune_three();
+    const rlim_t rooms[] = {0, 1, 8, 103, 104, 105, 200, (rlim_t)three.size - 1};
+    void (*handler)(int) = signal(SIGXFSZ, SIG_IGN); // or the limit would end the process
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &before), 0);
+    for (size_t i = 0; i < sizeof rooms / sizeof rooms[0]; i++) {
+        full = before;
+        full.rlim_cur = rooms[i];
+        assert_int_equal(setrlimit(RLIMIT_FSIZE, &full), 0);
+        const rocq_result result = save_to_disk();
+        assert_int_equal(setrlimit(RLIMIT_FSIZE, &before), 0);
+        assert_int_equal(result, ROCQ_E_IO);
+        assert_non_null(strstr(rocq_error(ctx), ON_DISK));
+        const file t = on_disk();
+        assert_int_equal(t.size, empty.size);
+        assert_memory_equal(t.data, empty.data, (size_t)t.size);
+        assert_false(is_left(ON_DISK ".part"));
+    }
+    signal(SIGXFSZ, handler);
+    assert_int_equal(save_to_disk(), ROCQ_OK);
+    const file t = on_disk();
+    assert_int_equal(t.size, three.size);
+    assert_memory_equal(t.data, three.data, (size_t)t.size);
+    remove(ON_DISK);
+}
+
 // The list stays sorted and complete however it grows, and has a limit.
 static void many_results_are_kept(void **state) {
     (void)state;
@@ -1214,6 +1310,8 @@ int main(void) {
         TEST(of_elsewhere_is_foreign),
         TEST(a_full_list_takes_no_more),
         TEST(loading_may_run_out_of_memory),
+        TEST(two_processes_write_one_file),
+        TEST(a_full_disk_keeps_the_old_file),
         TEST(many_results_are_kept),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
