@@ -4797,7 +4797,8 @@ DEV void experts_finish(const rocq_k_matmul_product &product,
 enum {
     MATMUL_F16_BK = 64,
     MATMUL_F16_ROW = MATMUL_F16_BK + 8, // of LDS, in halves: 36 words spread 8 rows over all banks
-    MATMUL_F16_CHUNKS = MATMUL_F16_BK / 8
+    MATMUL_F16_CHUNKS = MATMUL_F16_BK / 8,
+    MATMUL_F16_LOAD_ROWS = 128 / MATMUL_F16_CHUNKS // that a block loads vectors of at once
 };
 
 // The 32 weights of a unit in F16. With 0x64 as its upper byte, a code is the F16 number 1024 +
@@ -4951,6 +4952,199 @@ DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n1
     }
 }
 
+// A block's tile: BM rows by BN columns; a wave has WM by WN of them, or TM by TN fragments.
+template <int BN> struct matmul_f16_shape {
+    enum {
+        BM = ROCQ_K_MATMUL_M, WN = BN >= 64 ? 64 : 32, WM = BM * BN / 4 / WN,
+        TM = WM / 16, TN = WN / 16,
+        N_W = BM / MATMUL_F16_LOAD_ROWS, N_X = BN / MATMUL_F16_LOAD_ROWS // a thread's vectors
+    };
+};
+
+// Where a thread finds x: vector `chunk` of a step in column `row` of the tile and in every
+// MATMUL_F16_LOAD_ROWS-th from there on, so that 8 lanes read the vectors of a column's cache line.
+// Columns past the last repeat it: offsets are limited to that of the last column. What is loaded
+// lies in an array beside this, which the compiler would else not take apart into registers before
+// it unrolls the loops over it.
+struct matmul_f16_x {
+    const char *first; // the tile's first column
+    uint32_t bytes;    // from one column to the next
+    uint32_t last;     // column of the tile
+    uint32_t k;        // elements of a column
+    int chunk, row;
+};
+// pairs: with EXPERTS, the thread's columns, which are those of the tile's pairs.
+template <int BN, bool EXPERTS, int N>
+DEV void matmul_f16_place_x(matmul_f16_x &x, const char *(&pairs)[N], const rocq_k_matmul_args &a,
+                            const matmul_place &at, const experts_tile &own) {
+    const int64_t n_columns = EXPERTS ? own.n : a.n;
+    x.first = (const char *)a.x + at.x_column * a.x_stride * 2;
+    x.bytes = (uint32_t)a.x_stride * 2;
+    x.last = (uint32_t)(n_columns - at.n0 < BN ? n_columns - at.n0 : BN) - 1;
+    x.k = (uint32_t)a.k;
+    x.chunk = (int)thread_index() % MATMUL_F16_CHUNKS;
+    x.row = (int)thread_index() / MATMUL_F16_CHUNKS;
+    if constexpr (EXPERTS) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const uint32_t column = (uint32_t)(x.row + i * MATMUL_F16_LOAD_ROWS);
+            pairs[i] = experts_column(a, own, column < x.last ? column : x.last);
+        }
+    }
+}
+// Loads the thread's vectors of a step.
+template <bool EXPERTS, int N, int N_PAIRS>
+DEV void matmul_f16_load_x(u32x4 (&v)[N], const matmul_f16_x &x, const char *(&pairs)[N_PAIRS],
+                           uint32_t step) {
+    enum { BK = MATMUL_F16_BK, LOAD_ROWS = MATMUL_F16_LOAD_ROWS };
+    const uint32_t from = matmul_vector_at(step * BK + 8 * (uint32_t)x.chunk, x.k);
+    const uint32_t most = x.last * x.bytes + from, first = (uint32_t)x.row * x.bytes + from;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const uint32_t offset = first + (uint32_t)(i * LOAD_ROWS) * x.bytes;
+        if constexpr (EXPERTS) v[i] = gload((const u32x4 *)(pairs[i] + from));
+        else v[i] = gload((const u32x4 *)(x.first + (offset < most ? offset : most)));
+    }
+}
+// Puts them into LDS. F is the format of w: K may end within a vector only if that is plain.
+template <int F, int N>
+DEV void matmul_f16_store_x(f16 *xt, const u32x4 (&v)[N], const matmul_f16_x &x, uint32_t step) {
+    enum { BK = MATMUL_F16_BK, ROW = MATMUL_F16_ROW };
+    const bool tail = is_plain<F>() && step * BK + BK > x.k;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        u32x4 *to = (u32x4 *)(xt + (x.row + i * MATMUL_F16_LOAD_ROWS) * ROW) + x.chunk;
+        lput(to, tail ? matmul_mask_halves(v[i], step * BK + 8 * (uint32_t)x.chunk, x.k) : v[i]);
+    }
+}
+
+// The matrix that a block multiplies, and with split_rows the other one.
+struct matmul_f16_matrix {
+    const void *w, *w2;
+    int64_t n_units;
+};
+// Where a thread finds w. Block formats: unit `half` of a step's two, of rows t / 2 and t / 2 + 64
+// of the tile, so that two lanes share a cache line. Plain formats: vectors, as of x. Rows past the
+// last repeat it.
+template <int F> struct matmul_f16_w {
+    planes<F> p, p2;    // block formats, from the tile's first row on; p2: of its second half
+    uint32_t unit;      // of row t / 2, the first one
+    uint32_t row_units, half;
+    const char *w, *w2; // plain formats, from the tile's first row on
+    bool wide;          // a row is a whole number of vectors
+    bool split_rows;    // the second half of the tile's rows is of w2
+    uint32_t second;    // that half's first row in its own matrix
+    uint32_t last;      // row of the tile in its own matrix
+    uint32_t k;         // elements of a row
+    int t, chunk, row;  // the thread, and its vectors
+};
+template <int F, bool EXPERTS>
+DEV void matmul_f16_place_w(matmul_f16_w<F> &w, const matmul_f16_matrix &from,
+                            const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
+                            const matmul_place &at) {
+    enum { BM = ROCQ_K_MATMUL_M };
+    w.split_rows = EXPERTS && a.experts.w2 != 0;
+    w.second = w.split_rows ? 0 : BM / 2;
+    const int64_t tile_m = w.split_rows ? BM / 2 : BM;
+    w.last = (uint32_t)(product.m - at.m0 < tile_m ? product.m - at.m0 : tile_m) - 1;
+    w.t = (int)thread_index();
+    w.chunk = w.t % MATMUL_F16_CHUNKS;
+    w.row = w.t / MATMUL_F16_CHUNKS;
+    w.half = (uint32_t)w.t % 2;
+    w.k = (uint32_t)a.k;
+    w.row_units = w.k / 32;
+    if constexpr (is_plain<F>()) {
+        w.w2 = nullptr;
+        w.w = (const char *)from.w + at.w_row * w.k * (16 / vector_elems<F>());
+        if (EXPERTS && w.split_rows) w.w2 = (const char *)from.w2 + (w.w - (const char *)from.w);
+        w.wide = w.k % vector_elems<F>() == 0;
+    } else {
+        w.p = planes_at(planes_of<F>(from.w, from.n_units, product.format), at.w_row * w.row_units);
+        if constexpr (EXPERTS) {
+            w.p2 = w.p;
+            if (w.split_rows) {
+                w.p2 = planes_at(planes_of<F>(from.w2, from.n_units, product.format),
+                                 at.w_row * w.row_units);
+            }
+        }
+        w.unit = (uint32_t)w.t / 2 * w.row_units;
+    }
+}
+// Loads the thread's units of a step, or its vectors if rows are whole vectors.
+template <int F, bool EXPERTS, int N>
+DEV void matmul_f16_load_w(raw<F> (&r)[2], u32x4 (&v)[N], const matmul_f16_w<F> &w,
+                           uint32_t step) {
+    enum { BM = ROCQ_K_MATMUL_M, BK = MATMUL_F16_BK, LOAD_ROWS = MATMUL_F16_LOAD_ROWS };
+    if constexpr (!is_plain<F>()) {
+        const uint32_t u = 2 * step + w.half < w.row_units ? 2 * step + w.half : w.row_units - 1;
+        const uint32_t most = w.last * w.row_units;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t first = w.unit + (uint32_t)i * w.second * w.row_units;
+            const uint32_t unit = (first < most ? first : most) + u;
+            r[i] = EXPERTS && i == 1 ? load_raw(w.p2, unit) : load_raw(w.p, unit);
+        }
+    } else if (F != ROCQ_F32 && w.wide) {
+        const uint32_t e = step * BK + 8 * (uint32_t)w.chunk;
+        const uint32_t first = ((uint32_t)w.row * w.k + e) * 2, most = (w.last * w.k + e) * 2;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const bool other = EXPERTS && w.split_rows && i >= N / 2;
+            const int rows = i * LOAD_ROWS - (other ? BM / 2 : 0);
+            const uint32_t offset = first + (uint32_t)rows * w.k * 2;
+            const char *const from = other ? w.w2 : w.w;
+            v[i] = make4(0, 0, 0, 0);
+            if (e < w.k) v[i] = gload((const u32x4 *)(from + (offset < most ? offset : most)));
+        }
+    }
+}
+// Loads a step of w, of a plain format, and puts it into LDS, each thread every 128th vector. No
+// prefetch: F32 would take 64 registers for it, misaligned rows many loads.
+template <int F, bool EXPERTS>
+DEV void matmul_f16_copy_w(f16 *wt, const matmul_f16_w<F> &w, uint32_t step) {
+    enum { BM = ROCQ_K_MATMUL_M, BK = MATMUL_F16_BK, ROW = MATMUL_F16_ROW };
+    const int vectors = BK / vector_elems<F>(); // of a row
+#pragma unroll 1
+    for (int i = w.t; i < BM * vectors; i += 128) {
+        const int r = i / vectors, e = i % vectors * vector_elems<F>();
+        const bool other = EXPERTS && w.split_rows && r >= BM / 2;
+        const uint32_t r_own = (uint32_t)(other ? r - BM / 2 : r);
+        const uint32_t r_in = r_own < w.last ? r_own : w.last;
+        const char *const w_row = (other ? w.w2 : w.w) + r_in * (w.k * (16 / vector_elems<F>()));
+        const u32x4 vector = matmul_load_vector<F>(w_row, step * BK + (uint32_t)e, w.k, w.wide);
+        f16 *const to = wt + r * ROW + e;
+        if constexpr (F == ROCQ_F32) {
+            float v[4];
+            decode_vector<F>(vector, 0, v);
+            lput((u32x2 *)to, make2(bits<uint32_t>(pair((f16)v[0], (f16)v[1])),
+                                    bits<uint32_t>(pair((f16)v[2], (f16)v[3]))));
+        } else {
+            lput((u32x4 *)to, matmul_vector_halves<F>(vector));
+        }
+    }
+}
+// Puts a step of w into LDS, in F16: what was loaded, or else what is loaded here.
+template <int F, bool EXPERTS, int N>
+DEV void matmul_f16_store_w(f16 *wt, raw<F> (&r)[2], const u32x4 (&v)[N], const matmul_f16_w<F> &w,
+                            uint32_t step) {
+    enum { BM = ROCQ_K_MATMUL_M, ROW = MATMUL_F16_ROW, LOAD_ROWS = MATMUL_F16_LOAD_ROWS };
+    if constexpr (!is_plain<F>()) {
+#pragma unroll decode_passes<F>()
+        for (int i = 0; i < 2; i++) {
+            u32x4 *to = (u32x4 *)(wt + (w.t / 2 + i * (BM / 2)) * ROW) + 4 * w.half;
+            matmul_put_unit<F>(to, take_row<F>(r, i), 2 * step + w.half);
+        }
+    } else if (F != ROCQ_F32 && w.wide) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            u32x4 *to = (u32x4 *)(wt + (w.row + i * LOAD_ROWS) * ROW) + w.chunk;
+            lput(to, matmul_vector_halves<F>(v[i]));
+        }
+    } else {
+        matmul_f16_copy_w<F, EXPERTS>(wt, w, step);
+    }
+}
+
 // With EXPERTS it is matmul_experts, the product by expert, in tiles of 32 or 64 columns. A weight
 // is decoded once for all columns of a tile, so 64 are for prompts that fill them: a wave has 32 by
 // 64, LDS is 27 KB, and of a tile with up to 32 columns only those are multiplied. experts_sort
@@ -4959,11 +5153,9 @@ DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n1
 // w2, so that both products of a row meet in the epilogue, which takes z and z2 from the LDS of two
 // waves.
 template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_args &a) {
-    enum {
-        BM = ROCQ_K_MATMUL_M, BK = MATMUL_F16_BK, ROW = MATMUL_F16_ROW, CHUNKS = MATMUL_F16_CHUNKS,
-        WN = BN >= 64 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16, TN = WN / 16,
-        LOAD_ROWS = 128 / CHUNKS, N_W = BM / LOAD_ROWS, N_X = BN / LOAD_ROWS
-    };
+    typedef matmul_f16_shape<BN> S;
+    enum { BM = S::BM, WM = S::WM, WN = S::WN, TM = S::TM, TN = S::TN };
+    enum { BK = MATMUL_F16_BK, ROW = MATMUL_F16_ROW };
     LDS(u32x4, tile, (BM + BN) * ROW / 8);
     static_assert(16 * matmul_pass_floats<TM>() <= (int)sizeof(tile), "matmul_finish's work");
     f16 *const wt = (f16 *)tile, *const xt = wt + BM * ROW;
@@ -4988,135 +5180,30 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
         at = matmul_place_of(a, block, BM, BN, (k + BK - 1) / BK);
     }
     const int64_t n_columns = EXPERTS ? own.n : a.n;
-    const int t = (int)thread_index(), wave = matmul_wave();
+    const int wave = matmul_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
-    const int chunk = t % CHUNKS,
-              row = t / CHUNKS; // 8 lanes read the vectors of a row's cache line
 
-    // x. Columns past the last repeat it: offsets are limited to that of the last column
-    const char *const x = (const char *)a.x + at.x_column * a.x_stride * 2;
-    const uint32_t x_bytes = (uint32_t)a.x_stride * 2;
-    const uint32_t x_last = (uint32_t)(n_columns - at.n0 < BN ? n_columns - at.n0 : BN) - 1;
-    u32x4 xr[N_X];
-    const char *pair_x[EXPERTS ? N_X : 1]; // the columns of the pairs
-    if constexpr (EXPERTS) {
-#pragma unroll
-        for (int i = 0; i < N_X; i++) {
-            const uint32_t column = (uint32_t)(row + i * LOAD_ROWS);
-            pair_x[i] = experts_column(a, own, column < x_last ? column : x_last);
-        }
-    }
-    const auto load_x = [&](uint32_t step) {
-        const uint32_t from = matmul_vector_at(step * BK + 8 * (uint32_t)chunk, k);
-        const uint32_t most = x_last * x_bytes + from, first = (uint32_t)row * x_bytes + from;
-#pragma unroll
-        for (int i = 0; i < N_X; i++) {
-            const uint32_t offset = first + (uint32_t)(i * LOAD_ROWS) * x_bytes;
-            if constexpr (EXPERTS) xr[i] = gload((const u32x4 *)(pair_x[i] + from));
-            else xr[i] = gload((const u32x4 *)(x + (offset < most ? offset : most)));
-        }
-    };
-    const auto store_x = [&](uint32_t step) {
-        const bool tail = is_plain<F>() && step * BK + BK > k;
-#pragma unroll
-        for (int i = 0; i < N_X; i++) {
-            u32x4 *to = (u32x4 *)(xt + (row + i * LOAD_ROWS) * ROW) + chunk;
-            lput(to, tail ? matmul_mask_halves(xr[i], step * BK + 8 * (uint32_t)chunk, k) : xr[i]);
-        }
-    };
-
-    // w. Block formats: one of the step's two units of rows t / 2 and t / 2 + 64, so that two lanes
-    // share a cache line. Plain formats: vectors
-    const uint32_t w_last = (uint32_t)(product.m - at.m0 < tile_m ? product.m - at.m0 : tile_m) - 1;
-    const uint32_t row_units = k / 32, half = (uint32_t)t % 2;
+    // What the thread loads of x and w for the next step, and from where
+    matmul_f16_x x;
+    u32x4 xr[S::N_X];
+    const char *pairs[EXPERTS ? S::N_X : 1];
+    matmul_f16_place_x<BN, EXPERTS>(x, pairs, a, at, own);
+    matmul_f16_w<F> w;
     raw<F> wr[2];
-    u32x4 wp[N_W];
-    planes<F> p, p2; // p2: of the second half of the rows, if that is of w2
-    uint32_t w_unit = 0;
-    const char *w = nullptr, *w2 = nullptr;
-    bool wide = false;
-    if constexpr (is_plain<F>()) {
-        w = (const char *)all_w + at.w_row * k * (16 / vector_elems<F>());
-        if (split_rows) w2 = (const char *)all_w2 + (w - (const char *)all_w);
-        wide = k % vector_elems<F>() == 0;
-    } else {
-        p = planes_at(planes_of<F>(all_w, w_units, product.format), at.w_row * row_units);
-        if constexpr (EXPERTS) {
-            p2 = p;
-            if (split_rows) {
-                p2 = planes_at(planes_of<F>(all_w2, w_units, product.format), at.w_row * row_units);
-            }
-        }
-        w_unit = (uint32_t)t / 2 * row_units;
-    }
-    const uint32_t second = split_rows ? 0 : BM / 2; // its first row in its own matrix
-    const auto load_w = [&](uint32_t step) {
-        if constexpr (!is_plain<F>()) {
-            const uint32_t u = 2 * step + half < row_units ? 2 * step + half : row_units - 1;
-            const uint32_t most = w_last * row_units;
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const uint32_t first = w_unit + (uint32_t)i * second * row_units;
-                const uint32_t unit = (first < most ? first : most) + u;
-                wr[i] = EXPERTS && i == 1 ? load_raw(p2, unit) : load_raw(p, unit);
-            }
-        } else if (F != ROCQ_F32 && wide) {
-            const uint32_t e = step * BK + 8 * (uint32_t)chunk;
-            const uint32_t first = ((uint32_t)row * k + e) * 2, most = (w_last * k + e) * 2;
-#pragma unroll
-            for (int i = 0; i < N_W; i++) {
-                const bool other = split_rows && i >= N_W / 2;
-                const int rows = i * LOAD_ROWS - (other ? BM / 2 : 0);
-                const uint32_t offset = first + (uint32_t)rows * k * 2;
-                const char *const from = other ? w2 : w;
-                wp[i] = make4(0, 0, 0, 0);
-                if (e < k) wp[i] = gload((const u32x4 *)(from + (offset < most ? offset : most)));
-            }
-        }
-    };
-    const auto store_w = [&](uint32_t step) {
-        if constexpr (!is_plain<F>()) {
-#pragma unroll decode_passes<F>()
-            for (int i = 0; i < 2; i++) {
-                u32x4 *to = (u32x4 *)(wt + (t / 2 + i * (BM / 2)) * ROW) + 4 * half;
-                matmul_put_unit<F>(to, take_row<F>(wr, i), 2 * step + half);
-            }
-        } else if (F != ROCQ_F32 && wide) {
-#pragma unroll
-            for (int i = 0; i < N_W; i++) {
-                u32x4 *to = (u32x4 *)(wt + (row + i * LOAD_ROWS) * ROW) + chunk;
-                lput(to, matmul_vector_halves<F>(wp[i]));
-            }
-        } else { // no prefetch: F32 would take 64 registers for it, misaligned rows many loads
-            const int vectors = BK / vector_elems<F>(); // of a row
-#pragma unroll 1
-            for (int i = t; i < BM * vectors; i += 128) {
-                const int r = i / vectors, e = i % vectors * vector_elems<F>();
-                const bool other = split_rows && r >= BM / 2;
-                const uint32_t r_own = (uint32_t)(other ? r - BM / 2 : r);
-                const uint32_t r_in = r_own < w_last ? r_own : w_last;
-                const char *const w_row =
-                    (other ? w2 : w) + r_in * (k * (16 / vector_elems<F>()));
-                const u32x4 vector =
-                    matmul_load_vector<F>(w_row, step * BK + (uint32_t)e, k, wide);
-                f16 *const to = wt + r * ROW + e;
-                if constexpr (F == ROCQ_F32) {
-                    float v[4];
-                    decode_vector<F>(vector, 0, v);
-                    lput((u32x2 *)to, make2(bits<uint32_t>(pair((f16)v[0], (f16)v[1])),
-                                            bits<uint32_t>(pair((f16)v[2], (f16)v[3]))));
-                } else {
-                    lput((u32x4 *)to, matmul_vector_halves<F>(vector));
-                }
-            }
-        }
-    };
+    u32x4 wp[S::N_W];
+    matmul_f16_place_w<F, EXPERTS>(w, {all_w, all_w2, w_units}, a, product, at);
+    // Lambdas, as calls of the helpers themselves cost registers: they would be inlined before any
+    // optimization, while these are optimized by themselves first
+    const auto load_x = [&](uint32_t step) { matmul_f16_load_x<EXPERTS>(xr, x, pairs, step); };
+    const auto load_w = [&](uint32_t step) { matmul_f16_load_w<F, EXPERTS>(wr, wp, w, step); };
+    const auto store_x = [&](uint32_t step) { matmul_f16_store_x<F>(xt, xr, x, step); };
+    const auto store_w = [&](uint32_t s) { matmul_f16_store_w<F, EXPERTS>(wt, wr, wp, w, s); };
 
     const int wm_own = split_rows ? wm % (BM / 2) : wm; // in its own matrix
     const bool has_work = at.m0 + wm_own < product.m && at.n0 + wn < n_columns; // of the wave
     frag_c c[TM][TN];
     matmul_clear(c);
-    const bool half_tile = TM == 2 && x_last < BN / 2;
+    const bool half_tile = TM == 2 && x.last < BN / 2;
     load_w(at.begin);
     load_x(at.begin);
     for (uint32_t step = at.begin; step < at.end; step++) {
