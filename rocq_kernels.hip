@@ -13521,6 +13521,27 @@ DEV void back_weigh(float (&p)[8], const frag_c &x, const back_score &score, con
     }
 }
 
+// Stores what a wave has summed up of its positions from `first` on: dV of role 0, dK of role 1.
+template <int D>
+DEV void back_put_kv(const rocq_k_attention_backward_args &a,
+                     const frag_c (&sum)[back_shape<D>::KEY_FRAGS][back_shape<D>::FRAGS], int role,
+                     int head_seq, int first) {
+    typedef back_shape<D> S;
+    const rocq_k_attention_backward_args &b = reread(a);
+    const rocq_k_tensor &to = role == 0 ? b.dv : b.dk;
+    const float scale = role == 0 ? 1.0f : b.scale;
+    const int kv_head = head_seq % b.n_kv_heads, seq = head_seq / b.n_kv_heads;
+#pragma unroll
+    for (int key = 0; key < S::KEY_FRAGS; key++) {
+#pragma unroll
+        for (int v = 0; v < 8; v++) {
+            const int j = first + 16 * key + frag_row(v);
+            if (j >= b.n_kv) continue;
+            back_put_row(to, row_of(to, kv_head, j, seq), sum[key], v, b.head_dim, scale);
+        }
+    }
+}
+
 // dK and dV of the block's positions.
 template <int D>
 DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block, u32x4 *tile) {
@@ -13600,19 +13621,7 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         back_add(sum, operand, images + 2 * S::IMAGE);
     }
 
-    const rocq_k_attention_backward_args &b = reread(a);
-    const rocq_k_tensor &to = role == 0 ? b.dv : b.dk;
-    const float scale = role == 0 ? 1.0f : b.scale;
-    const int kv_head = head_seq % b.n_kv_heads, seq = head_seq / b.n_kv_heads;
-#pragma unroll
-    for (int key = 0; key < S::KEY_FRAGS; key++) {
-#pragma unroll
-        for (int v = 0; v < 8; v++) {
-            const int j = first + 16 * key + frag_row(v);
-            if (j >= b.n_kv) continue;
-            back_put_row(to, row_of(to, kv_head, j, seq), sum[key], v, b.head_dim, scale);
-        }
-    }
+    back_put_kv<D>(a, sum, role, head_seq, first);
 }
 
 // Of each column of the lane: lse and delta, and the positions from low to high - 1, which it sees.
@@ -13670,6 +13679,21 @@ DEV void back_weigh(float (&p)[8], frag_c &s, const back_score &score, const bac
         if (hides && (j < side.low[slot] || j >= side.high[slot])) p[v] = 0.0f;
     }
     back_bend(score, p, s);
+}
+
+// Stores dQ of a wave's 16 columns, from `column` on.
+template <int N>
+DEV void back_put_q(const rocq_k_attention_backward_args &a, const frag_c (&sum)[N], int head_seq,
+                    int column) {
+    const rocq_k_attention_backward_args &b = reread(a);
+    const int kv_head = head_seq % b.n_kv_heads, seq = head_seq / b.n_kv_heads;
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        const int c = column + frag_row(v);
+        if (c >= b.n_columns) continue;
+        char *const row = row_of(b.dq, kv_head * b.group + c % b.group, c / b.group, seq);
+        back_put_row(b.dq, row, sum, v, b.head_dim, b.scale);
+    }
 }
 
 // dQ of the block's columns.
@@ -13748,15 +13772,7 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
         }
     }
 
-    const rocq_k_attention_backward_args &b = reread(a);
-    const int kv_head = head_seq % b.n_kv_heads, seq = head_seq / b.n_kv_heads;
-#pragma unroll
-    for (int v = 0; v < 8; v++) {
-        const int c = column + frag_row(v);
-        if (c >= b.n_columns) continue;
-        char *const row = row_of(b.dq, kv_head * b.group + c % b.group, c / b.group, seq);
-        back_put_row(b.dq, row, sum, v, b.head_dim, b.scale);
-    }
+    back_put_q(a, sum, head_seq, column);
 }
 
 #define ROCQ_X(X, d)                                                                            \
