@@ -13094,6 +13094,32 @@ DEV rocq_k_matmul_product backward_product(const rocq_k_backward_part &a) {
     return w;
 }
 
+// Stores a thread's 8 by 8 sums, one of its rows at a time, by way of LDS: bt has the 16 rows of a
+// pass, of which a wave takes every eighth. It has barriers.
+DEV void backward_f32_finish(const rocq_k_backward_part &a, const backward_place &at,
+                             const float (&c)[8][8], float *bt, int tk, int trow) {
+    enum { STRIDE = BACKWARD_F32_STRIDE };
+    const int wave = matmul_wave();
+#pragma unroll 1
+    for (int pass = 0; pass < 8; pass++) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            if (j != pass) continue;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                lput(bt + trow * STRIDE + i / 4 * 64 + 4 * tk + i % 4, c[i][j]);
+            }
+        }
+        block_sync_lds();
+#pragma unroll 1
+        for (int column = wave; column < 16; column += 8) {
+            const int64_t row = at.row0 + pass / 4 * 64 + 4 * column + pass % 4;
+            backward_put_rows<1>(a, at, bt + column * STRIDE, 0, [=](int) { return row; });
+        }
+        block_sync_lds();
+    }
+}
+
 template <bool TURNED>
 DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, float *bt,
                              float *at_a) {
@@ -13164,24 +13190,7 @@ DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, floa
         block_sync_lds();
     }
     if (sums_db) backward_end_db(a, at, at.row0 + t, db);
-#pragma unroll 1
-    for (int pass = 0; pass < 8; pass++) { // one of every thread's 8 rows
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            if (j != pass) continue;
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                lput(bt + trow * STRIDE + i / 4 * 64 + 4 * tk + i % 4, c[i][j]);
-            }
-        }
-        block_sync_lds();
-#pragma unroll 1
-        for (int column = wave; column < 16; column += 8) {
-            const int64_t row = at.row0 + pass / 4 * 64 + 4 * column + pass % 4;
-            backward_put_rows<1>(a, at, bt + column * STRIDE, 0, [=](int) { return row; });
-        }
-        block_sync_lds();
-    }
+    backward_f32_finish(a, at, c, bt, tk, trow);
 }
 
 KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
