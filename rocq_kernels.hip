@@ -12821,6 +12821,52 @@ DEV uint32_t backward_unit_of(const backward_place &at, uint32_t row_units, uint
     return unit < row_units ? unit : row_units - 1;
 }
 
+// What a thread loads of an a with r innermost: chunk `chunk` of 8 r of a step, of row `row` of the
+// tile and every 16th from there on. Rows past the last repeat it.
+struct backward_rows {
+    const char *first; // the tile's first row
+    uint32_t bytes;    // from row to row
+    uint32_t last;     // row of the tile
+    int chunk, row;
+};
+DEV void backward_load_rows(const backward_rows &from, uint32_t r, uint32_t n_r, u32x4 (&v)[8]) {
+    const uint32_t e = r + 8 * (uint32_t)from.chunk, e_last = (n_r - 1) & ~7u;
+    const uint32_t at = (e < e_last ? e : e_last) * 2, most = from.last * from.bytes + at;
+    const uint32_t first = (uint32_t)from.row * from.bytes + at;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; i++) {
+        const uint32_t offset = first + 16 * i * from.bytes;
+        v[i] = gload((const u32x4 *)(from.first + (offset < most ? offset : most)));
+    }
+}
+DEV void backward_store_rows(f16 *to, const backward_rows &from, uint32_t r, uint32_t n_r,
+                             bool tail, const u32x4 (&v)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        u32x4 *const own = (u32x4 *)(to + (from.row + 16 * i) * BACKWARD_ROW) + from.chunk;
+        lput(own, tail ? matmul_mask_halves(v[i], r + 8 * (uint32_t)from.chunk, n_r) : v[i]);
+    }
+}
+// What a thread loads of a planar b: unit `unit` of two neighbouring r, from `first` on. Past the
+// last r it loads that again, and stores zeros.
+template <int F>
+DEV void backward_load_units(raw<F> (&to)[2], const planes<F> &p, uint32_t row_units, uint32_t unit,
+                             uint32_t first, uint32_t n_r) {
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++) {
+        const uint32_t own_r = first + i < n_r ? first + i : n_r - 1;
+        to[i] = load_raw(planes_at(p, (int64_t)own_r * row_units), unit);
+    }
+}
+template <int F>
+DEV void backward_store_units(f16 *to, const raw<F> (&from)[2], uint32_t unit, uint32_t first,
+                              uint32_t n_r) {
+    uint32_t w[2][16];
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++) backward_unit<F>(from[i], unit, first + i < n_r, w[i]);
+    backward_store_pairs(w, to);
+}
+
 enum { BACKWARD_LDS = 2 * BACKWARD_TILE * BACKWARD_ROW / 8 }; // u32x4
 static_assert(4 * 32 * BACKWARD_STRIDE <= 16 * BACKWARD_LDS, "backward_finish's work");
 // F: the format of b. TURNED: dw, for which a is transposed, with rows innermost; else dx.
@@ -12852,35 +12898,17 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
     const uint32_t unit = backward_unit_of(at, row_units, (uint32_t)t % 4);
     if constexpr (!PLAIN) p = planes_of<F>(a.b, a.b_units, a.format);
 
-    // a with r innermost: 8 chunks of 8 r of every 16th row; past the last, that one
-    const int a_chunk = t % 8, a_row = t / 8;
-    const uint32_t a_bytes = (uint32_t)a.a_stride * 2;
+    // a with r innermost
     const uint32_t a_last = (uint32_t)(a.n_rows - at.row0 < TILE ? a.n_rows - at.row0 : TILE) - 1;
-    const char *const a_first = (const char *)a.a + (int64_t)at.row0 * a.a_stride * 2;
+    const backward_rows rows_a = {(const char *)a.a + (int64_t)at.row0 * a.a_stride * 2,
+                                  (uint32_t)a.a_stride * 2, a_last, t % 8, t / 8};
 
     const auto load = [&](uint32_t step) {
         const uint32_t r = step * BK;
-        if constexpr (PLAIN) {
-            backward_load(from_b, r, group, n_r, bv);
-        } else {
-#pragma unroll
-            for (uint32_t i = 0; i < 2; i++) {
-                const uint32_t own_r = r + pair_r + i < n_r ? r + pair_r + i : n_r - 1;
-                br[i] = load_raw(planes_at(p, (int64_t)own_r * row_units), unit);
-            }
-        }
-        if constexpr (TURNED) {
-            backward_load(from_a, r, group, n_r, av);
-        } else {
-            const uint32_t e = r + 8 * (uint32_t)a_chunk, e_last = (n_r - 1) & ~7u;
-            const uint32_t from = (e < e_last ? e : e_last) * 2, most = a_last * a_bytes + from;
-            const uint32_t first = (uint32_t)a_row * a_bytes + from;
-#pragma unroll
-            for (uint32_t i = 0; i < 8; i++) {
-                const uint32_t offset = first + 16 * i * a_bytes;
-                av[i] = gload((const u32x4 *)(a_first + (offset < most ? offset : most)));
-            }
-        }
+        if constexpr (PLAIN) backward_load(from_b, r, group, n_r, bv);
+        else backward_load_units<F>(br, p, row_units, unit, r + pair_r, n_r);
+        if constexpr (TURNED) backward_load(from_a, r, group, n_r, av);
+        else backward_load_rows(rows_a, r, n_r, av);
     };
     const auto store = [&](uint32_t step) {
         const uint32_t r = step * BK;
@@ -12889,24 +12917,15 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
             if (tail) backward_clear_tail(r, group, n_r, bv);
             backward_store_transposed(bv, own);
         } else {
-            uint32_t w[2][16];
-#pragma unroll
-            for (uint32_t i = 0; i < 2; i++) {
-                backward_unit<F>(br[i], unit, r + pair_r + i < n_r, w[i]);
-            }
             f16 *const to = bt + ((t % 4 & 2) * 32 + (t & 1) * 4) * ROW + pair_r;
-            backward_store_pairs(w, to);
+            backward_store_units<F>(to, br, unit, r + pair_r, n_r);
         }
         keep_order(); // one operand is transposed at a time
         if constexpr (TURNED) {
             if (tail) backward_clear_tail(r, group, n_r, av);
             backward_store_transposed(av, own + TILE * ROW);
         } else {
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                u32x4 *const to = (u32x4 *)(at_a + (a_row + 16 * i) * ROW) + a_chunk;
-                lput(to, tail ? matmul_mask_halves(av[i], r + 8 * (uint32_t)a_chunk, n_r) : av[i]);
-            }
+            backward_store_rows(at_a, rows_a, r, n_r, tail, av);
         }
     };
 
