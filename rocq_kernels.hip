@@ -11495,80 +11495,116 @@ DEV u32x4 conv_gather_w(const uint16_t *from, int left) {
     return make4(h[0] | h[1] << 16, h[2] | h[3] << 16, h[4] | h[5] << 16, h[6] | h[7] << 16);
 }
 
-template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
+// A block's tile: BM channels by BN positions; a wave has WM by WN of them, or TM by TN fragments.
+// LDS has a ring of BUFFERS tiles of w, then a patch.
+template <int BM> struct conv_f16_shape {
     enum {
         BN = ROCQ_K_CONV_W * ROCQ_K_CONV_H, FROM_LDS = WMMA_LDS && BM >= 64,
         WN = FROM_LDS ? BN : BM == 128 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16,
         TN = WN / 16, W_CHUNK = 8 * (BM + 1), W_TILE = CONV_W_CHUNKS * W_CHUNK,
-        N_W = (BM + CONV_LOAD_ROWS - 1) / CONV_LOAD_ROWS,
+        N_W = (BM + CONV_LOAD_ROWS - 1) / CONV_LOAD_ROWS, // a thread's vectors of w
         BUFFERS = CONV_AHEAD + 1, ALL = (BUFFERS * W_TILE + CONV_BK / 8 * CONV_CHUNK) / 8
     };
-    LDS(u32x4, tile, ALL);
+};
+// Where a thread finds w: vector `chunk` of a step in row `row` of the tile and in every
+// CONV_LOAD_ROWS-th from there on, which lie `own` bytes from w (conv_w_offsets). Rows past the
+// last repeat it.
+struct conv_f16_w {
+    const char *w;  // the tile's first row
+    int chunk, row;
+};
+// Where vector i of a thread goes in LDS. If the matrix unit reads it there, the 32 channels of a
+// wave are 16 of each of its tiles of 64 rows.
+template <int BM> DEV u32x4 *conv_f16_slot(f16 *wt, const conv_f16_w &from, int buffer, int i) {
+    typedef conv_f16_shape<BM> S;
+    const int r = from.row + i * CONV_LOAD_ROWS;
+    const int at = S::FROM_LDS && S::TM == 2 ? r / 32 * 16 + (r & 16) * 4 + (r & 15) : r;
+    return (u32x4 *)(wt + buffer * S::W_TILE + from.chunk * S::W_CHUNK) + at;
+}
+// Loads a thread's vectors of a step, into wr or straight into a tile of the ring.
+template <int BM, int N>
+DEV void conv_f16_load_w(u32x4 (&wr)[N], f16 *wt, const rocq_k_conv_args &a, const conv_f16_w &from,
+                         const uint32_t (&own)[N], const conv_step &at, int buffer) {
+    if (!a.w_wide || from.row >= BM) return;
+    const bool live = conv_channel(at) + 8 * from.chunk < a.c;
+    const char *const step = from.w + (live ? 2 * at.k : 0);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const u32x4 *const vector = (const u32x4 *)(step + own[i]);
+        if (COPIES_ASYNC) {
+            copy_async(conv_f16_slot<BM>(wt, from, buffer, i), vector, live);
+        } else {
+            wr[i] = make4(0, 0, 0, 0);
+            if (live) wr[i] = gload(vector);
+        }
+    }
+}
+// Puts them into the ring. Those that are not aligned are only loaded here.
+template <int BM, int N>
+DEV void conv_f16_store_w(u32x4 (&wr)[N], f16 *wt, const rocq_k_conv_args &a,
+                          const conv_f16_w &from, const uint32_t (&own)[N], const conv_step &at,
+                          int buffer) {
+    if (from.row >= BM) return;
+    if (a.w_wide) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            if (!COPIES_ASYNC) lput(conv_f16_slot<BM>(wt, from, buffer, i), wr[i]);
+        }
+        return;
+    }
+    const int left = a.c - (conv_channel(at) + 8 * from.chunk);
+    if (left <= -8) return; // channels are multiplied 16 at a time: up to there w is 0
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        wr[i] = conv_gather_w((const uint16_t *)(from.w + own[i]) + at.k, left);
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) lput(conv_f16_slot<BM>(wt, from, buffer, i), wr[i]);
+}
+
+// The patches that a block multiplies: numbers first to end - 1. Frames before x's first are zeros,
+// so their patches are skipped.
+struct conv_range {
+    int32_t first, end;
+};
+DEV conv_range conv_patches_of(const rocq_k_conv_args &a, const conv_place &p) {
+    const int32_t patches = a.kt * a.slices, missing = (a.kt - 1 - a.past - p.frame) * a.slices;
+    const int32_t first = patches * p.split / a.n_splits;
+    return {first < missing ? missing : first, patches * (p.split + 1) / a.n_splits};
+}
+
+template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
+    typedef conv_f16_shape<BM> S;
+    enum { FROM_LDS = S::FROM_LDS, WM = S::WM, WN = S::WN, TM = S::TM, TN = S::TN };
+    LDS(u32x4, tile, S::ALL);
     static_assert(16 * conv_pass_floats<TM>() <= (int)sizeof(tile), "conv_finish's work");
-    static_assert(BN <= ROCQ_K_CONV_PATCH, "a patch without halo");
-    f16 *const wt = (f16 *)tile, *const patch = wt + BUFFERS * W_TILE;
+    static_assert(S::BN <= ROCQ_K_CONV_PATCH, "a patch without halo");
+    f16 *const wt = (f16 *)tile, *const patch = wt + S::BUFFERS * S::W_TILE;
     if (a.tiles_m == 0) return;
     const conv_place p = conv_place_of(a, BM);
     const int t = (int)thread_index(), wave = matmul_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
-    const int chunk = t % CONV_W_CHUNKS, row = t / CONV_W_CHUNKS;
-
-    // w. Rows past the last repeat it. Where the matrix unit reads from LDS, the 32 channels of a
-    // wave are 16 of each of its tiles of 64 rows
     const uint32_t k = (uint32_t)(a.kt * a.kh * a.kw * a.c);
     const char *const w = (const char *)a.w + (int64_t)(p.w_row + p.m0) * k * 2;
     const uint32_t w_last = (uint32_t)(a.m - p.m0 < BM ? a.m - p.m0 : BM) - 1;
-    u32x4 wr[N_W];
-    const auto to_w = [&](int buffer, int i) {
-        const int r = row + i * CONV_LOAD_ROWS;
-        const int at = FROM_LDS && TM == 2 ? r / 32 * 16 + (r & 16) * 4 + (r & 15) : r;
-        return (u32x4 *)(wt + buffer * W_TILE + chunk * W_CHUNK) + at;
-    };
-    uint32_t own[N_W]; // bytes
-    conv_w_offsets(own, row, w_last, k, chunk);
+    const conv_f16_w from_w = {w, t % CONV_W_CHUNKS, t / CONV_W_CHUNKS};
+    uint32_t own[S::N_W];
+    conv_w_offsets(own, from_w.row, w_last, k, from_w.chunk);
+    u32x4 wr[S::N_W];
     const auto load_w = [&](const conv_step &at, int buffer) {
-        if (!a.w_wide || row >= BM) return;
-        const bool live = conv_channel(at) + 8 * chunk < a.c;
-        const char *const step = w + (live ? 2 * at.k : 0);
-#pragma unroll
-        for (int i = 0; i < N_W; i++) {
-            const u32x4 *const from = (const u32x4 *)(step + own[i]);
-            if (COPIES_ASYNC) {
-                copy_async(to_w(buffer, i), from, live);
-            } else {
-                wr[i] = make4(0, 0, 0, 0);
-                if (live) wr[i] = gload(from);
-            }
-        }
+        conv_f16_load_w<BM>(wr, wt, a, from_w, own, at, buffer);
     };
     const auto store_w = [&](const conv_step &at, int buffer) {
-        if (row >= BM) return;
-        if (a.w_wide) {
-#pragma unroll
-            for (int i = 0; i < N_W; i++) {
-                if (!COPIES_ASYNC) lput(to_w(buffer, i), wr[i]);
-            }
-            return;
-        }
-        const int left = a.c - (conv_channel(at) + 8 * chunk);
-        if (left <= -8) return; // channels are multiplied 16 at a time: up to there w is 0
-#pragma unroll
-        for (int i = 0; i < N_W; i++) {
-            wr[i] = conv_gather_w((const uint16_t *)(w + own[i]) + at.k, left);
-        }
-#pragma unroll
-        for (int i = 0; i < N_W; i++) lput(to_w(buffer, i), wr[i]);
+        conv_f16_store_w<BM>(wr, wt, a, from_w, own, at, buffer);
     };
 
-    // Frames before x's first are zeros, so their patches are skipped
-    const int32_t patches = a.kt * a.slices, missing = (a.kt - 1 - a.past - p.frame) * a.slices;
-    const int32_t first = patches * p.split / a.n_splits;
-    const int32_t end = patches * (p.split + 1) / a.n_splits;
+    const conv_range patches = conv_patches_of(a, p);
+    const int32_t end = patches.end;
     const bool common = a.x_wide && conv_is_common(a.x_activation);
     const bool has_work = p.m0 + wm < a.m; // of the wave
     frag_c c[TM][TN];
     matmul_clear(c);
-    conv_step at = conv_step_of(a, first < missing ? missing : first);
+    conv_step at = conv_step_of(a, patches.first);
     const auto is_fresh = [&](const conv_step &s) {
         return s.half == 0 && (!a.halo || (s.i | s.j) == 0);
     };
@@ -11580,7 +11616,7 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         if (ahead.patch < end) load_w(ahead, free);
         copies_close();
         ahead = conv_next(a, ahead);
-        free = free + 1 == BUFFERS ? 0 : free + 1;
+        free = free + 1 == S::BUFFERS ? 0 : free + 1;
     };
     if (COPIES_ASYNC) {
         for (int i = 0; i < CONV_AHEAD; i++) begin_w();
@@ -11601,20 +11637,20 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         block_sync_lds();
         enum { N16 = CONV_W_BK / 16 };
         const int left = (a.c - conv_channel(at) + 15) / 16, n16 = left < N16 ? left : N16;
-        const f16 *const own_w = wt + buffer * W_TILE;
+        const f16 *const own_w = wt + buffer * S::W_TILE;
         const f16 *const own_z = patch + at.half * (CONV_W_CHUNKS * CONV_CHUNK) + at.tap * 8;
         if constexpr (FROM_LDS) {
             static_assert(N16 == 2, "n16 is 1 or 2");
-            if (n16 == 2) conv_multiply_lds<TM, 2>(c, own_w, W_CHUNK, own_z, a.patch_w);
-            else conv_multiply_lds<TM, 1>(c, own_w, W_CHUNK, own_z, a.patch_w);
+            if (n16 == 2) conv_multiply_lds<TM, 2>(c, own_w, S::W_CHUNK, own_z, a.patch_w);
+            else conv_multiply_lds<TM, 1>(c, own_w, S::W_CHUNK, own_z, a.patch_w);
         }
         at = conv_next(a, at);
-        buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
+        buffer = buffer + 1 == S::BUFFERS ? 0 : buffer + 1;
         if (COPIES_ASYNC || !is_fresh(at)) begin_w();
         if constexpr (FROM_LDS) {
             wmma_lds_wait();
         } else if (has_work) {
-            conv_multiply<TM, TN>(c, own_w + wm * 8, W_CHUNK,
+            conv_multiply<TM, TN>(c, own_w + wm * 8, S::W_CHUNK,
                                   own_z + wn / 8 * a.patch_w * 8, a.patch_w * 8, n16);
         }
     }
