@@ -6067,8 +6067,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     const planes<F> wp = planes_at(matmul_planes<F>(product), at.w_row * row_units);
     const planes<ROCQ_Q8_0> xp =
         planes_at(planes_of<ROCQ_Q8_0>(a.x, a.x_units), at.x_column * row_units);
-    const uint32_t w_unit = (uint32_t)t / 2 * row_units;
-    const uint32_t column = (uint32_t)t / 2, half = (uint32_t)t % 2;
+    const uint32_t column = (uint32_t)t / 2, half = (uint32_t)t % 2, w_unit = column * row_units;
     const uint32_t x_unit = (column < x_last ? column : x_last) * row_units;
     raw<F> wr[2];
     raw<ROCQ_Q8_0> xr;
