@@ -12128,10 +12128,43 @@ DEV void conv_lds_128_finish(const rocq_k_conv_args &a, const conv_place &p, fra
         }
     }
 }
+// Where a thread finds w: vector thread % 8 of row thread / 8 of the tile and of every 32nd from
+// there on.
+struct conv_lds_source {
+    const char *at; // of the first tap
+    uint32_t live;  // bits
+};
+DEV conv_lds_source conv_lds_source_of(const rocq_k_conv_args &a, const conv_lds_patch &n,
+                                       uint32_t k) {
+    const int t = (int)thread_index(), vector = t % 8;
+    conv_lds_source from = {(const char *)a.w, 0};
+    const int32_t row = n.p.m0 + t / 8;
+    if (n.tile >= a.tile_end || 64 * n.at.slice + 8 * vector >= a.c) return from;
+    from.at += 2 * ((int64_t)(n.p.w_row + row) * k + n.at.k + 8 * vector);
+#pragma unroll
+    for (int i = 0; i < 4; i++) from.live |= (uint32_t)(row + 32 * i < a.m) << i;
+    return from;
+}
+// Copies a patch, or the part of it that is `count` times 32 positions, from 32 times `begin` on.
+enum { CONV_LDS_COPIES = (ROCQ_K_CONV_LDS_PATCH + 31) / 32 };
+DEV void conv_lds_copy_z(f16 *patch, const rocq_k_conv_args &a, int32_t slice,
+                         const conv_patch &from, int begin = 0, int count = CONV_LDS_COPIES) {
+    const int t = (int)thread_index(), vector = t % 8;
+    const int32_t c = 64 * slice + 8 * vector;
+    const bool live = c < a.c;
+    for (int i = begin; i < begin + count && i < CONV_LDS_COPIES; i++) {
+        const int q = t / 8 + 32 * i;
+        if (q >= a.patch_n) break;
+        const conv_position at = conv_position_of(a, from, q);
+        const char *row = from.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
+        copy_async((u32x4 *)(patch + vector * CONV_LDS_Z) + q,
+                   (const u32x4 *)row + (live ? c / 8 : 0), at.inside && live);
+    }
+}
 DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
     enum {
         W_TILE = 8 * CONV_LDS_W, STAGES = ROCQ_K_CONV_LDS_STAGES, AHEAD = STAGES - 2,
-        PATCH = 8 * CONV_LDS_Z, COPIES = (ROCQ_K_CONV_LDS_PATCH + 31) / 32 // of 32 positions
+        PATCH = 8 * CONV_LDS_Z
     };
     static_assert(2 * (STAGES * W_TILE + 2 * PATCH) + 2 * 4 * CONV_LDS_STRIDE * 64 ==
                   ROCQ_K_CONV_LDS_128_BYTES, "LDS");
@@ -12142,21 +12175,7 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
     float *const work = (float *)(patches + 2 * PATCH) + group * 64 * CONV_LDS_STRIDE;
     const int n_taps = a.kw * a.kh;
 
-    // Where a thread finds its vectors of w: rows t / 8, and every 32nd from there on
-    struct w_source {
-        const char *at; // of the first tap
-        uint32_t live;  // bits
-    };
     const uint32_t k = (uint32_t)(a.kt * n_taps * a.c), apart = 64 * k; // bytes
-    const auto w_of = [&](const conv_lds_patch &n) {
-        w_source from = {(const char *)a.w, 0};
-        const int32_t row = n.p.m0 + t / 8;
-        if (n.tile >= a.tile_end || 64 * n.at.slice + 8 * vector >= a.c) return from;
-        from.at += 2 * ((int64_t)(n.p.w_row + row) * k + n.at.k + 8 * vector);
-#pragma unroll
-        for (int i = 0; i < 4; i++) from.live |= (uint32_t)(row + 32 * i < a.m) << i;
-        return from;
-    };
     const auto load_w = [&](const char *at, uint32_t rows, int tap, int stage) {
         u32x4 *const to = (u32x4 *)(wt + stage * W_TILE + vector * CONV_LDS_W) + t / 8;
         if (rows) at += 2 * tap * a.c;
@@ -12166,27 +12185,14 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
             copy_async(to + 32 * i, (const u32x4 *)(at + (live ? i * apart : 0)), live);
         }
     };
-    const auto load_z = [&](const conv_lds_patch &n, const conv_patch &from, f16 *patch, int begin,
-                            int count) {
-        const int32_t c = 64 * n.at.slice + 8 * vector;
-        const bool live = c < a.c;
-        for (int i = begin; i < begin + count && i < COPIES; i++) {
-            const int q = t / 8 + 32 * i;
-            if (q >= a.patch_n) break;
-            const conv_position at = conv_position_of(a, from, q);
-            const char *row = from.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
-            copy_async((u32x4 *)(patch + vector * CONV_LDS_Z) + q,
-                       (const u32x4 *)row + (live ? c / 8 : 0), at.inside && live);
-        }
-    };
-    const int per_step = (COPIES + n_taps - 4) / (n_taps - 3);
+    const int per_step = (CONV_LDS_COPIES + n_taps - 4) / (n_taps - 3);
 
     conv_lds_patch own =
         conv_lds_tile(a, a.tile0 + (int32_t)(a.common.block0 + block_index()));
-    w_source w = w_of(own);
+    conv_lds_source w = conv_lds_source_of(a, own, k);
     for (int i = 0; i < AHEAD; i++) {
         load_w(w.at, w.live, i, i);
-        if (i == 0) load_z(own, conv_patch_of(a, own.p, own.at), patches, 0, COPIES);
+        if (i == 0) conv_lds_copy_z(patches, a, own.at.slice, conv_patch_of(a, own.p, own.at));
         copies_close();
     }
     frag_c c[1][4 * CONV_LDS_PASSES];
@@ -12201,7 +12207,7 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
 #pragma unroll 1
         while (!last) {
             const conv_lds_patch next = conv_lds_next(a, own);
-            const w_source next_w = w_of(next);
+            const conv_lds_source next_w = conv_lds_source_of(a, next, k);
             const conv_patch from = conv_patch_of(a, next.p, next.at);
             const int32_t left = a.c - 64 * own.at.slice;
             last = next.tile != own.tile;
@@ -12220,7 +12226,9 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
                 const bool same = tap + AHEAD < n_taps;
                 load_w(same ? w.at : next_w.at, same ? w.live : next_w.live,
                        tap + AHEAD - (same ? 0 : n_taps), ahead);
-                if (tap > 0 && more) load_z(next, from, other, (tap - 1) * per_step, per_step);
+                if (tap > 0 && more) {
+                    conv_lds_copy_z(other, a, next.at.slice, from, (tap - 1) * per_step, per_step);
+                }
                 copies_close();
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
                 ahead = ahead + 1 == STAGES ? 0 : ahead + 1;
