@@ -11898,14 +11898,86 @@ DEV void conv_lds_finish(const rocq_k_conv_args &a, const conv_place &p, bool ha
         }
     }
 }
-// SIDE: 3, or 2 for folded weights.
+// The patch of a tile, of which a thread copies a vector at every 16th position. SIDE: 3, or 2 for
+// folded weights.
+template <int SIDE> struct conv_lds_small_patch {
+    enum {
+        W = ROCQ_K_CONV_W + SIDE - 1, H = ROCQ_K_CONV_H + SIDE - 1, N = W * H,
+        PIECES = (N + 15) / 16
+    };
+};
+// Which vector a thread copies, and whether it is there in LDS, and live in w and x. own: the
+// thread's index in its group.
+struct conv_lds_vectors {
+    int own, vector;
+    bool there, live;
+};
+// Copies all weights of a phase, from row w_row on: columns of BM rows, for each tap `columns` of 8
+// channels.
+template <int BM, int SIDE>
+DEV void conv_lds_copy_w(f16 *w, const rocq_k_conv_args &a, int32_t w_row, int columns,
+                         const conv_lds_vectors &v) {
+    enum { W_CHUNK = conv_lds_w_chunk<BM>() };
+    const int n_groups = (int)n_threads() / 128;
+    const uint32_t k = SIDE * SIDE * (uint32_t)a.c;
+    const uint16_t *const w_phase = (const uint16_t *)a.w + (int64_t)w_row * k;
+#pragma unroll 2
+    for (int i = (int)thread_index() / 8; v.there && i < BM * SIDE * SIDE; i += 16 * n_groups) {
+        const int row = i % BM, tap = i / BM;
+        const bool inside = v.live && row < a.m;
+        const uint32_t from = (uint32_t)row * k + (uint32_t)(tap * a.c + 8 * v.vector);
+        copy_async((u32x4 *)(w + (columns * tap + v.vector) * W_CHUNK) + row,
+                   (const u32x4 *)(w_phase + (inside ? from : 0)), inside);
+    }
+}
+// Where x has the thread's vectors of a tile, in bytes. A tile's first row and column are even, so
+// that with `upsample` positions of x lie alike in all tiles.
+template <int SIDE, int PIECES>
+DEV void conv_lds_offsets(int32_t (&offsets)[PIECES], const rocq_k_conv_args &a,
+                          const conv_place &place, const conv_lds_vectors &v) {
+    enum { W = conv_lds_small_patch<SIDE>::W };
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int q = v.own / 8 + 16 * i, py = q / W;
+        offsets[i] = ((py - place.pad_y) >> a.upsample) * (int32_t)a.x.stride[1] +
+                     ((q - py * W - place.pad_x) >> a.upsample) * (int32_t)a.x.stride[0] +
+                     (v.live ? 16 * v.vector : 0);
+    }
+}
+// Copies a tile's patch, if it is there: by the offsets, or at the edges of z position by position.
+template <int SIDE, int PIECES>
+DEV void conv_lds_copy_patch(f16 *patch, const rocq_k_conv_args &a, const conv_place &p,
+                             const conv_lds_vectors &v, const int32_t (&offsets)[PIECES],
+                             bool there) {
+    typedef conv_lds_small_patch<SIDE> S;
+    u32x4 *const to = (u32x4 *)(patch + v.vector * CONV_CHUNK) + v.own / 8;
+    const int32_t zx = p.ox0 - p.pad_x, zy = p.oy0 - p.pad_y;
+    const bool inner = zx >= 0 && zy >= 0 && zx + S::W <= a.z_w && zy + S::H <= a.z_h;
+    if (there && inner) {
+        const char *const from = (const char *)a.x.data + p.frame * a.x.stride[2] +
+                                 (p.oy0 >> a.upsample) * a.x.stride[1] +
+                                 (p.ox0 >> a.upsample) * a.x.stride[0];
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            if (16 * i + 15 >= S::N && v.own / 8 >= S::N - 16 * i) break;
+            copy_async(to + 16 * i, (const u32x4 *)(from + offsets[i]), v.live);
+        }
+    } else if (there) {
+        const conv_patch from = conv_patch_of(a, p, conv_step_of(a, 0));
+#pragma unroll 4
+        for (int q = v.own / 8; q < S::N; q += 16) {
+            const conv_position at = conv_position_of(a, from, q);
+            const char *row = from.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
+            copy_async(to + q - v.own / 8, (const u32x4 *)row + (v.live ? v.vector : 0),
+                       at.inside && v.live);
+        }
+    }
+}
+
 template <int BM, int SIDE> DEV void conv_lds_small(const rocq_k_conv_args &a) {
     enum {
-        W_CHUNK = conv_lds_w_chunk<BM>(), W_ALL = ROCQ_K_CONV_LDS_TAPS * 8 * W_CHUNK,
-        PATCH = CONV_BK / 8 * CONV_CHUNK, PATCH_W = ROCQ_K_CONV_W + SIDE - 1,
-        PATCH_H = ROCQ_K_CONV_H + SIDE - 1, PATCH_N = PATCH_W * PATCH_H,
-        PIECES = (PATCH_N + 15) / 16, MOST = ROCQ_K_CONV_LDS_GROUPS,
-        PHASES = SIDE == 2 ? 4 : 1
+        W_ALL = ROCQ_K_CONV_LDS_TAPS * 8 * conv_lds_w_chunk<BM>(), PATCH = CONV_BK / 8 * CONV_CHUNK,
+        MOST = ROCQ_K_CONV_LDS_GROUPS, PHASES = SIDE == 2 ? 4 : 1
     };
     static_assert(2 * (W_ALL + 2 * MOST * PATCH) == ROCQ_K_CONV_LDS_BYTES(BM, MOST), "LDS");
     static_assert(4 * CONV_LDS_STRIDE * 64 <= 2 * PATCH, "sums of half a tile");
@@ -11913,28 +11985,17 @@ template <int BM, int SIDE> DEV void conv_lds_small(const rocq_k_conv_args &a) {
     if (a.tiles_m == 0) return;
     if (!a.w_ahead) launch_begin();
     const int n_groups = (int)n_threads() / 128;
-    const int t = (int)thread_index(), group = matmul_wave() / 4, own = t % 128, vector = own % 8;
+    const int group = matmul_wave() / 4, own = (int)thread_index() % 128, vector = own % 8;
     f16 *const w = (f16 *)tile, *const patches = w + W_ALL + group * 2 * PATCH;
     const bool deep = a.c > 32; // else 32 channels are multiplied; past C there are zeros
     const int columns = deep ? 8 : 4;
-    const bool there = vector < columns, live = 8 * vector < a.c;
-
+    const conv_lds_vectors copied = {own, vector, vector < columns, 8 * vector < a.c};
     const int32_t index = (int32_t)(a.common.block0 + block_index());
     const int32_t first = index / PHASES; // of the blocks of its phase
     conv_place place;
     conv_place_phase(a, place, index % PHASES);
 
-    // Weights: columns of 64 rows, for each tap `columns` of 8 channels
-    const uint32_t k = SIDE * SIDE * (uint32_t)a.c;
-    const uint16_t *const w_phase = (const uint16_t *)a.w + (int64_t)place.w_row * k;
-#pragma unroll 2
-    for (int i = t / 8; there && i < BM * SIDE * SIDE; i += 16 * n_groups) {
-        const int row = i % BM, tap = i / BM;
-        const bool inside = live && row < a.m;
-        const uint32_t from = (uint32_t)row * k + (uint32_t)(tap * a.c + 8 * vector);
-        copy_async((u32x4 *)(w + (columns * tap + vector) * W_CHUNK) + row,
-                   (const u32x4 *)(w_phase + (inside ? from : 0)), inside);
-    }
+    conv_lds_copy_w<BM, SIDE>(w, a, place.w_row, columns, copied);
     if (a.w_ahead) launch_begin();
     launch_next();
     const int32_t frame_tiles = a.tiles_x * a.tiles_y;
@@ -11949,40 +12010,11 @@ template <int BM, int SIDE> DEV void conv_lds_small(const rocq_k_conv_args &a) {
         p.oy0 = row * ROCQ_K_CONV_H;
         return p;
     };
-    // A thread copies a vector of every 16th position. A tile's first row and column are even, so
-    // that with `upsample` positions of x lie alike in all tiles.
-    int32_t offsets[PIECES]; // bytes
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-        const int q = own / 8 + 16 * i, py = q / PATCH_W;
-        offsets[i] = ((py - place.pad_y) >> a.upsample) * (int32_t)a.x.stride[1] +
-                     ((q - py * PATCH_W - place.pad_x) >> a.upsample) * (int32_t)a.x.stride[0] +
-                     (live ? 16 * vector : 0);
-    }
+    int32_t offsets[conv_lds_small_patch<SIDE>::PIECES];
+    conv_lds_offsets<SIDE>(offsets, a, place, copied);
     const auto load = [&](int32_t number, const conv_place &p, f16 *patch) {
-        u32x4 *const to = (u32x4 *)(patch + vector * CONV_CHUNK) + own / 8;
-        const int32_t zx = p.ox0 - p.pad_x, zy = p.oy0 - p.pad_y;
-        const bool inner =
-            zx >= 0 && zy >= 0 && zx + PATCH_W <= a.z_w && zy + PATCH_H <= a.z_h;
-        if (number < a.tile_end && there && inner) {
-            const char *const from = (const char *)a.x.data + p.frame * a.x.stride[2] +
-                                     (p.oy0 >> a.upsample) * a.x.stride[1] +
-                                     (p.ox0 >> a.upsample) * a.x.stride[0];
-#pragma unroll
-            for (int i = 0; i < PIECES; i++) {
-                if (16 * i + 15 >= PATCH_N && own / 8 >= PATCH_N - 16 * i) break;
-                copy_async(to + 16 * i, (const u32x4 *)(from + offsets[i]), live);
-            }
-        } else if (number < a.tile_end && there) {
-            const conv_patch from = conv_patch_of(a, p, conv_step_of(a, 0));
-#pragma unroll 4
-            for (int q = own / 8; q < PATCH_N; q += 16) {
-                const conv_position at = conv_position_of(a, from, q);
-                const char *row = from.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
-                copy_async(to + q - own / 8, (const u32x4 *)row + (live ? vector : 0),
-                           at.inside && live);
-            }
-        }
+        const bool there = number < a.tile_end && copied.there;
+        conv_lds_copy_patch<SIDE>(patch, a, p, copied, offsets, there);
         copies_close();
     };
     const int32_t behind = a.tile_end - a.tile0 - first; // tiles from the block's first on
