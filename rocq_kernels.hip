@@ -8994,6 +8994,61 @@ template <int N> DEV void attend_tiles_held(frag_c (&c)[N]) {
     for (int i = 0; i < 8 * N; i++) held(c[i / 8].v[i % 8]);
 }
 
+// A wave's state before its first tile. own: the first of its 16 columns.
+template <int D>
+DEV void attend_tiles_begin(attend_tiles_state<D> &c, const rocq_k_attention_args &a,
+                            const attend_run &run, int own) {
+    matmul_clear(c.o);
+    const auto query = [&](int row) {
+        return attend_column_of(a, min(own + row, a.group * a.n_q - 1)).query;
+    };
+    c.all_low = attend_low(a, run.len, query(15));
+    c.all_high = min(attend_high(a, run.len, query(0)), run.end);
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+        c.low[i] = attend_low(a, run.len, query(frag_slot_row(i)));
+        c.high[i] = min(attend_high(a, run.len, query(frag_slot_row(i))), run.end);
+        c.m[i] = -INFINITY;
+        c.l[i] = 0.0f;
+    }
+}
+// S = Q K^T, and O += P V, of a group's 64 columns and a tile.
+template <int D>
+DEV void attend_tiles_multiply_k(frag_c (&s)[1][attend_tiles_shape<D>::N], const f16 *q,
+                                 const f16 *k) {
+    typedef attend_tiles_shape<D> S;
+    matmul_clear(s);
+    wmma_lds_begin();
+#pragma unroll
+    for (int c = 0; c < S::CHUNKS; c++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            wmma_tile<false, false>(s[0], q + c * 4096, k + c * (S::TILE * 64), i);
+    }
+    wmma_lds_end();
+}
+template <int D>
+DEV void attend_tiles_multiply_v(attend_tiles_state<D> &c,
+                                 const frag_rows (&p)[attend_tiles_shape<D>::N], const f16 *v) {
+    typedef attend_tiles_shape<D> S;
+#pragma unroll
+    for (int i = 0; i < S::N; i++) wmma_tile_rows<S::TILE>(c.o[0], p[i], v, i);
+    wmma_lds_end();
+}
+// P, from its weights in s.
+template <int D>
+DEV void attend_tiles_operand(frag_rows (&p)[attend_tiles_shape<D>::N],
+                              const frag_c (&s)[1][attend_tiles_shape<D>::N]) {
+#pragma unroll
+    for (int i = 0; i < attend_tiles_shape<D>::N; i++) p[i] = frag_rows_of(s[0][i]);
+}
+// O times the factors of its rows.
+template <int D>
+DEV void attend_tiles_scale(attend_tiles_state<D> &c, const float (&keep)[FRAG_ROW_SLOTS]) {
+#pragma unroll
+    for (int i = 0; i < 8 * (D / 16); i++) c.o[0][i / 8].v[i % 8] *= keep[frag_row_slot(i % 8)];
+}
+
 template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
     typedef attend_tiles_shape<D> S;
     LDS_GRANTED(u32x4, lds, ROCQ_K_ATTEND_LDS_BYTES(D, 256) / 16);
@@ -9024,41 +9079,16 @@ template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
     else attend_tiles_stage_q<D, ATTEND_WIDE>(q_tiles, a, t);
 
     attend_tiles_state<D> state;
-    matmul_clear(state.o);
-    const int own = t.column0 + group * 64 + matmul_wave() % 4 * 16;
-    const auto query = [&](int row) {
-        return attend_column_of(a, min(own + row, a.group * a.n_q - 1)).query;
-    };
-    state.all_low = attend_low(a, run.len, query(15));
-    state.all_high = min(attend_high(a, run.len, query(0)), run.end);
-#pragma unroll
-    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
-        state.low[i] = attend_low(a, run.len, query(frag_slot_row(i)));
-        state.high[i] = min(attend_high(a, run.len, query(frag_slot_row(i))), run.end);
-        state.m[i] = -INFINITY;
-        state.l[i] = 0.0f;
-    }
+    attend_tiles_begin(state, a, run, t.column0 + group * 64 + matmul_wave() % 4 * 16);
     const attend_score score = attend_score_of(a);
     const f16 *const own_q = q_tiles + group * (64 * D);
     frag_c s[1][S::N];
     frag_rows p[S::N];
     const auto multiply_k = [&](int tile) {
-        const f16 *const from = k_tiles + tile % 2 * S::KV;
-        matmul_clear(s);
-        wmma_lds_begin();
-#pragma unroll
-        for (int c = 0; c < S::CHUNKS; c++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                wmma_tile<false, false>(s[0], own_q + c * 4096, from + c * (S::TILE * 64), i);
-        }
-        wmma_lds_end();
+        attend_tiles_multiply_k<D>(s, own_q, k_tiles + tile % 2 * S::KV);
     };
     const auto multiply_v = [&](int tile) {
-        const f16 *const from = v_tiles + tile % 2 * S::KV;
-#pragma unroll
-        for (int i = 0; i < S::N; i++) wmma_tile_rows<S::TILE>(state.o[0], p[i], from, i);
-        wmma_lds_end();
+        attend_tiles_multiply_v<D>(state, p, v_tiles + tile % 2 * S::KV);
     };
     const auto arrived = [&]() {
         lds_written();
@@ -9072,8 +9102,7 @@ template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
         wmma_lds_wait();
         attend_tiles_held(s[0]);
         attend_tiles_weigh<D>(state, s, keep, score, run.begin);
-#pragma unroll
-        for (int i = 0; i < S::N; i++) p[i] = frag_rows_of(s[0][i]);
+        attend_tiles_operand<D>(p, s);
 #pragma unroll 1
         for (int tile = 0; tile + 1 < n; tile++) {
             copies_wait<0>();
@@ -9089,13 +9118,8 @@ template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
             attend_tiles_held(s[0]);
             wmma_lds_wait();
             attend_tiles_held(state.o[0]);
-            if (moves) {
-#pragma unroll
-                for (int i = 0; i < 8 * (D / 16); i++)
-                    state.o[0][i / 8].v[i % 8] *= keep[frag_row_slot(i % 8)];
-            }
-#pragma unroll
-            for (int i = 0; i < S::N; i++) p[i] = frag_rows_of(s[0][i]);
+            if (moves) attend_tiles_scale<D>(state, keep);
+            attend_tiles_operand<D>(p, s);
         }
         copies_wait<0>();
         arrived();
