@@ -8170,6 +8170,16 @@ DEV const f16 *attend_group_take(const attend_group_stream<D> &s, int unit, int 
     return tile;
 }
 
+// A bit for each position of a unit's tile, which begins at `first`: whether it is there.
+template <int D>
+DEV uint32_t attend_group_seen(const attend_group_stream<D> &s, int unit, int first) {
+    typedef attend_group_shape<D> S;
+    if (s.paged) {
+        return wave_ballot(lget(attend_group_rows(s, unit) + lane_index() % S::TILE) >= 0);
+    }
+    return s.end - first >= 32 ? ~0u : (1u << (s.end - first)) - 1;
+}
+
 template <int D> struct attend_group_state {
     frag_c8 o[D / 16];
     float m[FRAG_8_SLOTS], l[FRAG_8_SLOTS]; // l is over the lane's own positions
@@ -8362,36 +8372,56 @@ DEV attend_run attend_group_run_of(const rocq_k_attention_args &a, int len, int 
     return {len, begin, min(begin + length, len), (len + length - 1) / length};
 }
 
-template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
+// Loads a thread's quads of Q and, where they are appended, of the new rows of K and V.
+template <int D>
+DEV void attend_group_load_new(rotation_quad (&quad)[attend_group_shape<D>::LOADS],
+                               const rocq_k_attention_args &a, const attend_task &t, int n_there) {
     typedef attend_group_shape<D> S;
-    LDS_GRANTED(u32x4, lds, S::BYTES / 16);
-    if (a.n_splits == 0) return;
-    char *const at = (char *)lds;
-    f16 *const q_rows = (f16 *)at, *const fresh = q_rows + S::COLUMNS * S::STRIDE;
-    float *const sine = (float *)(at + S::ANGLES_AT), *const cosine = sine + D / 2;
-    u32x2 *const m_l = (u32x2 *)(at + S::M_L_AT);
-    float *const sums = (float *)(at + S::RING_AT);
-    const int thread = (int)thread_index(), wave = wave_read(wave_index(), 0);
-    const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
-    const int n_there = min((int)S::COLUMNS, a.group - t.column0);
     const bool append = a.rotation.pos != 0;
-
-    rotation_quad quad[S::LOADS] = {};
 #pragma unroll
     for (int j = 0; j < S::LOADS; j++) {
-        const int i = thread + j * ROCQ_K_GROUP_THREADS, row = i / S::QUADS;
+        const int i = (int)thread_index() + j * ROCQ_K_GROUP_THREADS, row = i / S::QUADS;
         const int item = max(row - S::COLUMNS + 1, 0), head = t.kv_head * a.group + t.column0 + row;
         if (item == 0 ? row < n_there : append && item < 3)
             quad[j] = attend_step_load<D>(a, {t.split, t.seq, t.kv_head, t.split, head},
                                           item * S::QUADS + i % S::QUADS);
     }
-    int position = 0, cell = -1;
-    if (append) {
-        position = gload(a.rotation.pos);
-        cell = wave_read(gload(a.rotation.cell), 0);
+}
+// Puts them into LDS, rotated.
+template <int D>
+DEV void attend_group_put_new(f16 *rows, const rocq_k_attention_args &a,
+                              const rotation_quad (&quad)[attend_group_shape<D>::LOADS],
+                              const float *sine, const float *cosine) {
+    typedef attend_group_shape<D> S;
+#pragma unroll
+    for (int j = 0; j < S::LOADS; j++) {
+        const int i = (int)thread_index() + j * ROCQ_K_GROUP_THREADS, row = i / S::QUADS;
+        if (row >= S::COLUMNS + 2) continue;
+        float y[4];
+        rotation_apply(a.rotation, quad[j], sine, cosine, y);
+        lput((u32x2 *)(rows + row * S::STRIDE) + i % S::QUADS,
+             make2(attend_pair(y[0], y[1]), attend_pair(y[2], y[3])));
     }
-    const attend_run run = attend_group_run_of<D>(a, attend_length(a, t.seq), n_there, t.split);
-    if (t.split >= run.n_runs) return;
+}
+// Stores the new rows of K and V, which lie in LDS, in the caches.
+template <int D>
+DEV void attend_group_append(const rocq_k_attention_args &a, int kv_head, int cell,
+                             const f16 *fresh) {
+    typedef attend_group_shape<D> S;
+    const int thread = (int)thread_index();
+    if (thread >= 2 * S::QUADS) return;
+    const bool of_v = thread >= S::QUADS;
+    char *const row = row_of(of_v ? a.v : a.k, kv_head, cell, 0);
+    gstore((u32x2 *)row + thread % S::QUADS,
+           lget((const u32x2 *)(fresh + of_v * S::STRIDE) + thread % S::QUADS));
+}
+// A wave's part of a run: what it reads, and where that lies in LDS.
+template <int D>
+DEV attend_group_stream<D> attend_group_stream_of(const rocq_k_attention_args &a,
+                                                  const attend_task &t, const attend_run &run,
+                                                  char *lds) {
+    typedef attend_group_shape<D> S;
+    const int wave = wave_read(wave_index(), 0);
     attend_group_stream<D> stream;
     stream.paged = a.page_table != 0;
     stream.k = row_of(a.k, t.kv_head, 0, stream.paged ? 0 : t.seq);
@@ -8402,8 +8432,87 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
     stream.first = run.begin + wave * S::TILE;
     stream.end = run.end;
     stream.unit = 0;
-    stream.ring = (f16 *)(at + S::RING_AT) + wave * (S::UNITS * S::UNIT);
-    stream.rows = (int32_t *)(at + S::ROWS_AT) + wave * (S::LISTS * S::TILE);
+    stream.ring = (f16 *)(lds + S::RING_AT) + wave * (S::UNITS * S::UNIT);
+    stream.rows = (int32_t *)(lds + S::ROWS_AT) + wave * (S::LISTS * S::TILE);
+    return stream;
+}
+template <int D> DEV void attend_group_clear(attend_group_state<D> &c) {
+    typedef attend_group_shape<D> S;
+#pragma unroll
+    for (int i = 0; i < FRAG_8_VALUES * S::O_FRAGS; i++)
+        c.o[i / FRAG_8_VALUES].v[i % FRAG_8_VALUES] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < FRAG_8_SLOTS; i++) {
+        c.m[i] = -INFINITY;
+        c.l[i] = 0.0f;
+    }
+}
+// O += V^T P of a tile.
+template <int D>
+DEV void attend_group_add(attend_group_state<D> &c, const f16 *v,
+                          const frag_b8 (&p)[attend_group_shape<D>::FRAGS]) {
+    typedef attend_group_shape<D> S;
+#pragma unroll
+    for (int b = 0; b < S::FRAGS; b++) {
+#pragma unroll
+        for (int f = 0; f < S::O_FRAGS; f++)
+            wmma(c.o[f], frag_turned(v + 16 * b * S::STRIDE + 16 * f, S::STRIDE), p[b]);
+    }
+}
+// What a run's block leaves in work: m and l of its columns, then o of one after the other.
+template <int D>
+DEV void attend_group_put_run(float *to, const float *sums, const u32x2 *m_l, int n_there) {
+    typedef attend_group_shape<D> S;
+    for (int i = (int)thread_index(); i < n_there * S::QUADS; i += ROCQ_K_GROUP_THREADS) {
+        const int column = i / S::QUADS, d = i % S::QUADS * 4;
+        const attend_group_sum r = attend_group_add_waves<D>(sums, m_l, column, d);
+        gstore((u32x4 *)(to + 2 * S::COLUMNS) + i, attend_group_words(r));
+        if (d == 0) {
+            gstore((u32x2 *)to + column, make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
+        }
+    }
+}
+// The result: what waves have left in LDS, merged and divided by l.
+template <int D>
+DEV void attend_group_put_out(const rocq_k_attention_args &a, const attend_task &t,
+                              const float *sums, const u32x2 *m_l, int n_there) {
+    typedef attend_group_shape<D> S;
+    for (int first_quad = 0; first_quad < n_there * S::QUADS; first_quad += ROCQ_K_GROUP_THREADS) {
+        const int i = first_quad + (int)thread_index(), column = min(i / S::QUADS, n_there - 1),
+                  d = i % S::QUADS * 4, head = t.kv_head * a.group + t.column0 + column;
+        attend_group_sum r = attend_group_add_waves<D>(sums, m_l, column, d);
+        const float share = r.l != 0.0f ? rcp_fast(r.l) : 0.0f;
+#pragma unroll
+        for (int e = 0; e < 4; e++) r.x[e] = r.l != 0.0f ? r.x[e] * share : 0.0f;
+        put4(a.out, is_wide(a.out), row_of(a.out, head, 0, t.seq),
+             (uint32_t)(head + a.n_heads * t.seq), d, i < n_there * S::QUADS ? 4 : 0, r.x);
+    }
+}
+
+template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
+    typedef attend_group_shape<D> S;
+    LDS_GRANTED(u32x4, lds, S::BYTES / 16);
+    if (a.n_splits == 0) return;
+    char *const at = (char *)lds;
+    f16 *const q_rows = (f16 *)at, *const fresh = q_rows + S::COLUMNS * S::STRIDE;
+    float *const sine = (float *)(at + S::ANGLES_AT), *const cosine = sine + D / 2;
+    u32x2 *const m_l = (u32x2 *)(at + S::M_L_AT);
+    float *const sums = (float *)(at + S::RING_AT);
+    const int thread = (int)thread_index();
+    const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
+    const int n_there = min((int)S::COLUMNS, a.group - t.column0);
+    const bool append = a.rotation.pos != 0;
+
+    rotation_quad quad[S::LOADS] = {};
+    attend_group_load_new<D>(quad, a, t, n_there);
+    int position = 0, cell = -1;
+    if (append) {
+        position = gload(a.rotation.pos);
+        cell = wave_read(gload(a.rotation.cell), 0);
+    }
+    const attend_run run = attend_group_run_of<D>(a, attend_length(a, t.seq), n_there, t.split);
+    if (t.split >= run.n_runs) return;
+    attend_group_stream<D> stream = attend_group_stream_of<D>(a, t, run, at);
     int first = stream.first;
 #pragma unroll 1
     for (int u = 0; u < S::UNITS; u++) attend_group_request(stream, a);
@@ -8415,37 +8524,18 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
         if (t.split == 0 && thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
         cell = -1;
     }
-#pragma unroll
-    for (int j = 0; j < S::LOADS; j++) {
-        const int i = thread + j * ROCQ_K_GROUP_THREADS, row = i / S::QUADS;
-        if (row >= S::COLUMNS + 2) continue;
-        float y[4];
-        rotation_apply(a.rotation, quad[j], sine, cosine, y);
-        lput((u32x2 *)(q_rows + row * S::STRIDE) + i % S::QUADS,
-             make2(attend_pair(y[0], y[1]), attend_pair(y[2], y[3])));
-    }
+    attend_group_put_new<D>(q_rows, a, quad, sine, cosine);
     block_sync_lds();
     frag_b8 q[S::O_FRAGS];
 #pragma unroll
     for (int i = 0; i < S::O_FRAGS; i++) q[i] = frag_load_b8(q_rows + 16 * i, S::STRIDE);
     const float factor = a.scale * 1.44269504f;
     attend_group_state<D> state;
-#pragma unroll
-    for (int i = 0; i < FRAG_8_VALUES * S::O_FRAGS; i++)
-        state.o[i / FRAG_8_VALUES].v[i % FRAG_8_VALUES] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < FRAG_8_SLOTS; i++) {
-        state.m[i] = -INFINITY;
-        state.l[i] = 0.0f;
-    }
+    attend_group_clear<D>(state);
 #pragma unroll 1
     for (int unit = 0; first < run.end; unit += 2, first += S::TILE * S::WAVES) {
         const f16 *const k = attend_group_take(stream, unit, first, cell, fresh);
-        uint32_t seen = run.end - first >= 32 ? ~0u : (1u << (run.end - first)) - 1;
-        if (stream.paged) {
-            const int lane = lane_index();
-            seen = wave_ballot(lget(attend_group_rows(stream, unit) + lane % S::TILE) >= 0);
-        }
+        const uint32_t seen = attend_group_seen(stream, unit, first);
         frag_c8 s[S::FRAGS];
         attend_group_scores<D>(s, k, q, factor, seen);
         wave_sync();
@@ -8457,12 +8547,7 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
 
         const f16 *const v =
             attend_group_take(stream, unit + 1, first, cell, fresh + S::STRIDE);
-#pragma unroll
-        for (int b = 0; b < S::FRAGS; b++) {
-#pragma unroll
-            for (int f = 0; f < S::O_FRAGS; f++)
-                wmma(state.o[f], frag_turned(v + 16 * b * S::STRIDE + 16 * f, S::STRIDE), p[b]);
-        }
+        attend_group_add<D>(state, v, p);
         wave_sync();
         attend_group_request(stream, a);
     }
@@ -8471,24 +8556,13 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
     attend_group_put<D>(state, sums, m_l);
     block_sync_lds();
     // The first block stores the new rows in the caches, when no wave of it reads them any more.
-    if (append && cell >= 0 && t.split == 0 && t.column0 == 0 && thread < 2 * S::QUADS) {
-        const bool of_v = thread >= S::QUADS;
-        char *const row = row_of(of_v ? a.v : a.k, t.kv_head, cell, 0);
-        gstore((u32x2 *)row + thread % S::QUADS,
-               lget((const u32x2 *)(fresh + of_v * S::STRIDE) + thread % S::QUADS));
+    if (append && cell >= 0 && t.split == 0 && t.column0 == 0) {
+        attend_group_append<D>(a, t.kv_head, cell, fresh);
     }
 
     if (run.n_runs > 1) {
-        float *const results = a.work + (int64_t)t.tile_index * a.n_splits * S::RESULT,
-                     *const to = results + t.split * S::RESULT;
-        for (int i = thread; i < n_there * S::QUADS; i += ROCQ_K_GROUP_THREADS) {
-            const int column = i / S::QUADS, d = i % S::QUADS * 4;
-            const attend_group_sum r = attend_group_add_waves<D>(sums, m_l, column, d);
-            gstore((u32x4 *)(to + 2 * S::COLUMNS) + i, attend_group_words(r));
-            if (d == 0) {
-                gstore((u32x2 *)to + column, make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
-            }
-        }
+        float *const results = a.work + (int64_t)t.tile_index * a.n_splits * S::RESULT;
+        attend_group_put_run<D>(results + t.split * S::RESULT, sums, m_l, n_there);
         uint32_t *const counter = a.counter + t.tile_index;
         if (block_ticket(counter, (uint32_t *)(at + S::WORD_AT)) != (uint32_t)run.n_runs - 1)
             return;
@@ -8496,16 +8570,7 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
         attend_group_add_runs<D>(results, run.n_runs, n_there, sums, m_l);
         block_sync_lds();
     }
-    for (int first_quad = 0; first_quad < n_there * S::QUADS; first_quad += ROCQ_K_GROUP_THREADS) {
-        const int i = first_quad + thread, column = min(i / S::QUADS, n_there - 1),
-                  d = i % S::QUADS * 4, head = t.kv_head * a.group + t.column0 + column;
-        attend_group_sum r = attend_group_add_waves<D>(sums, m_l, column, d);
-        const float share = r.l != 0.0f ? rcp_fast(r.l) : 0.0f;
-#pragma unroll
-        for (int e = 0; e < 4; e++) r.x[e] = r.l != 0.0f ? r.x[e] * share : 0.0f;
-        put4(a.out, is_wide(a.out), row_of(a.out, head, 0, t.seq),
-             (uint32_t)(head + a.n_heads * t.seq), d, i < n_there * S::QUADS ? 4 : 0, r.x);
-    }
+    attend_group_put_out<D>(a, t, sums, m_l, n_there);
 }
 
 // Decode is bound by memory, so a wave has K and V of its next tile in flight while it works on
