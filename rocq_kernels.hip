@@ -5758,14 +5758,70 @@ DEV u32x4 matmul_few_halves(const u32x4 (&v)[2]) {
     return make4(halves(v[0].x, v[0].y), halves(v[0].z, v[0].w), halves(v[1].x, v[1].y),
                  halves(v[1].z, v[1].w));
 }
+// c += w x over 64 of K, from a wave's vectors of both halves of a step.
+template <int F, int TM, int TN, int V, int PARTS>
+DEV void matmul_few_multiply(frag_c (&c)[TM][TN], const u32x4 (&wv)[2][TM][V],
+                             const u32x4 (&xv)[2][TN][V][PARTS]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        u32x4 wh[V], xh[TN][V];
+#pragma unroll
+        for (int j = 0; j < TN; j++) {
+#pragma unroll
+            for (int v = 0; v < V; v++) xh[j][v] = matmul_few_halves(xv[h][j][v]);
+        }
+#pragma unroll
+        for (int i = 0; i < TM; i++) {
+#pragma unroll
+            for (int v = 0; v < V; v++) wh[v] = matmul_vector_halves<F>(wv[h][i][v]);
+#pragma unroll
+            for (int j = 0; j < TN; j++) wmma_vectors(c[i][j], wh, xh[j]);
+        }
+    }
+}
+// Adds up the sums of the waves, by way of LDS, 16 columns at a time, of which a wave stores every
+// eighth. It has barriers.
+enum {
+    MATMUL_FEW_WAVES = 8,
+    MATMUL_FEW_STRIDE = ROCQ_K_MATMUL_FEW_M + 4, // floats: a lane's columns are in different banks
+    MATMUL_FEW_COLUMNS = 16 * MATMUL_FEW_STRIDE  // floats of a wave
+};
+template <int TM, int TN>
+DEV void matmul_few_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
+                           const matmul_place &at, const frag_c (&c)[TM][TN], float *sums) {
+    enum { WAVES = MATMUL_FEW_WAVES, STRIDE = MATMUL_FEW_STRIDE, COLUMNS = MATMUL_FEW_COLUMNS };
+    const int wave = matmul_wave();
+    float *const own = sums + wave * COLUMNS;
+#pragma unroll
+    for (int j = 0; j < TN; j++) {
+        if (j > 0) block_sync_lds(); // the sums of before have been read
+#pragma unroll
+        for (int i = 0; i < TM; i++) {
+#pragma unroll
+            for (int v = 0; v < 8; v++) {
+                lput(own + frag_col(v) * STRIDE + 16 * i + frag_row(v), c[i][j].v[v]);
+            }
+        }
+        block_sync_lds();
+#pragma unroll 1
+        for (int column = wave; column < 16; column += WAVES) {
+            const int64_t n = at.n0 + 16 * j + column;
+            if (n >= a.n) break;
+            float *const first = sums + column * STRIDE + lane_index();
+            float sum = lget(first);
+#pragma unroll
+            for (int i = 1; i < WAVES; i++) sum += lget(first + i * COLUMNS);
+            lput(first, sum);
+            matmul_put_sums<1>(a, product, at, sums + column * STRIDE, at.m0, n);
+        }
+    }
+}
 template <int F, int TN, int X> DEV void matmul_few(const rocq_k_matmul_args &a) {
     enum {
-        TM = ROCQ_K_MATMUL_FEW_M / 16, V = FRAG_VECTORS, WAVES = 8,
-        STRIDE = ROCQ_K_MATMUL_FEW_M + 4, // 36 floats: a lane's columns are in different banks
-        COLUMNS = 16 * STRIDE,            // floats of a wave
+        TM = ROCQ_K_MATMUL_FEW_M / 16, V = FRAG_VECTORS, WAVES = MATMUL_FEW_WAVES,
         X_BYTES = X == ROCQ_F32 ? 4 : 2, PARTS = X_BYTES / 2 // loads for eight elements of x
     };
-    LDS(float, sums, WAVES * COLUMNS);
+    LDS(float, sums, WAVES * MATMUL_FEW_COLUMNS);
     const matmul_block block = matmul_block_of(a);
     const rocq_k_matmul_product &product = a.product[block.product];
     if (product.tiles_m == 0) return;
@@ -5831,47 +5887,9 @@ template <int F, int TN, int X> DEV void matmul_few(const rocq_k_matmul_args &a)
                 }
             }
         }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            u32x4 wh[V], xh[TN][V];
-#pragma unroll
-            for (int j = 0; j < TN; j++) {
-#pragma unroll
-                for (int v = 0; v < V; v++) xh[j][v] = matmul_few_halves(xv[h][j][v]);
-            }
-#pragma unroll
-            for (int i = 0; i < TM; i++) {
-#pragma unroll
-                for (int v = 0; v < V; v++) wh[v] = matmul_vector_halves<F>(wv[h][i][v]);
-#pragma unroll
-                for (int j = 0; j < TN; j++) wmma_vectors(c[i][j], wh, xh[j]);
-            }
-        }
+        matmul_few_multiply<F>(c, wv, xv);
     }
-    float *const own = sums + wave * COLUMNS;
-#pragma unroll
-    for (int j = 0; j < TN; j++) {
-        if (j > 0) block_sync_lds(); // the sums of before have been read
-#pragma unroll
-        for (int i = 0; i < TM; i++) {
-#pragma unroll
-            for (int v = 0; v < 8; v++) {
-                lput(own + frag_col(v) * STRIDE + 16 * i + frag_row(v), c[i][j].v[v]);
-            }
-        }
-        block_sync_lds();
-#pragma unroll 1
-        for (int column = wave; column < 16; column += WAVES) {
-            const int64_t n = at.n0 + 16 * j + column;
-            if (n >= a.n) break;
-            float *const first = sums + column * STRIDE + lane_index();
-            float sum = lget(first);
-#pragma unroll
-            for (int i = 1; i < WAVES; i++) sum += lget(first + i * COLUMNS);
-            lput(first, sum);
-            matmul_put_sums<1>(a, product, at, sums + column * STRIDE, at.m0, n);
-        }
-    }
+    matmul_few_finish(a, product, at, c, sums);
 }
 #define ROCQ_X(X, f)                                                               \
     KERNEL_WAVES(matmul_few_##f##_16, rocq_k_matmul_args, 256, 4) {                \
