@@ -5461,44 +5461,14 @@ DEV bool lds_takes_rows(const rocq_k_tensor &t, bool wide) {
     return !t.data || (t.format == ROCQ_F32 && wide);
 }
 
-// matmul's epilogue, or stores a split's sums. Rows of the tile are columns n of y.
+// matmul_lds_finish for any format, alignment and epilogue. wide: of y, or of a split's sums.
 template <int BN>
-DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
-                           const matmul_place &at, const float *work) {
+DEV void matmul_lds_finish_any(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
+                               const matmul_place &at, const float *work, bool wide) {
     const rocq_k_epilogue &e = product.epilogue;
     const bool whole = a.n_splits == 1, bias_wide = (uintptr_t)e.bias % 16 == 0;
-    const bool wide = whole ? quads_are_wide(e.y) : (product.m & 3) == 0;
     const bool gate_wide = quads_are_wide(e.gate), residual_wide = quads_are_wide(e.residual);
     const bool loads = whole && (e.bias || e.gate.data || e.residual.data);
-    const bool silu = whole && e.activation == ROCQ_ACT_SILU, f16 = whole && e.y.format == ROCQ_F16;
-    if (wide && (product.m & 3) == 0 &&
-        (!whole || ((f16 || e.y.format == ROCQ_F32) && !e.bias && e.softcap <= 0.0f &&
-                    (silu || e.activation == ROCQ_ACT_IDENTITY) &&
-                    lds_takes_rows(e.gate, gate_wide) &&
-                    lds_takes_rows(e.residual, residual_wide)))) {
-        lds_rows to = {};
-        to.y_stride = a.n_splits * product.m * 4;
-        if (whole) {
-            to.y_stride = e.y.stride[0];
-            to.y = row_of(e.y, at.n0, at.i2, at.i3);
-            if (e.gate.data) to.gate = row_of(e.gate, at.n0, at.i2, at.i3) + at.m0 * 4;
-            if (e.residual.data) {
-                to.residual = row_of(e.residual, at.n0, at.i2, at.i3) + at.m0 * 4;
-            }
-            to.gate_stride = e.gate.stride[0];
-            to.residual_stride = e.residual.stride[0];
-        } else {
-            to.y = (char *)(matmul_split_sums(a, product, at.x_column) + at.split * product.m);
-        }
-        to.y += at.m0 * (f16 ? 2 : 4);
-        to.silu = silu;
-        to.f16 = f16;
-        const int64_t rows = a.n - at.n0, quads = (product.m - at.m0) / 4;
-        to.rows = (int)(rows < 4096 ? rows : 4096);
-        to.quads = (int)(quads < BN ? quads : BN);
-        lds_store_rows<BN>(work, to);
-        return;
-    }
     const epilogue between = {ROCQ_ACT_IDENTITY, e.softcap, false, e.gate.data != 0, false, false};
     const auto count = [&](int row, int col) {
         return at.n0 + row < a.n ? quad_count(product.m, at.m0 + col) : 0;
@@ -5551,6 +5521,45 @@ DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_prod
         put_floats(e.y.format, wide && there == 4, row_of(e.y, n, at.i2, at.i3), m, there, v);
     };
     lds_finish_rows<BN>(work, load, store);
+}
+// matmul's epilogue, or stores a split's sums. Rows of the tile are columns n of y.
+template <int BN>
+DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
+                           const matmul_place &at, const float *work) {
+    const rocq_k_epilogue &e = product.epilogue;
+    const bool whole = a.n_splits == 1;
+    const bool wide = whole ? quads_are_wide(e.y) : (product.m & 3) == 0;
+    const bool gate_wide = quads_are_wide(e.gate), residual_wide = quads_are_wide(e.residual);
+    const bool silu = whole && e.activation == ROCQ_ACT_SILU, f16 = whole && e.y.format == ROCQ_F16;
+    if (wide && (product.m & 3) == 0 &&
+        (!whole || ((f16 || e.y.format == ROCQ_F32) && !e.bias && e.softcap <= 0.0f &&
+                    (silu || e.activation == ROCQ_ACT_IDENTITY) &&
+                    lds_takes_rows(e.gate, gate_wide) &&
+                    lds_takes_rows(e.residual, residual_wide)))) {
+        lds_rows to = {};
+        to.y_stride = a.n_splits * product.m * 4;
+        if (whole) {
+            to.y_stride = e.y.stride[0];
+            to.y = row_of(e.y, at.n0, at.i2, at.i3);
+            if (e.gate.data) to.gate = row_of(e.gate, at.n0, at.i2, at.i3) + at.m0 * 4;
+            if (e.residual.data) {
+                to.residual = row_of(e.residual, at.n0, at.i2, at.i3) + at.m0 * 4;
+            }
+            to.gate_stride = e.gate.stride[0];
+            to.residual_stride = e.residual.stride[0];
+        } else {
+            to.y = (char *)(matmul_split_sums(a, product, at.x_column) + at.split * product.m);
+        }
+        to.y += at.m0 * (f16 ? 2 : 4);
+        to.silu = silu;
+        to.f16 = f16;
+        const int64_t rows = a.n - at.n0, quads = (product.m - at.m0) / 4;
+        to.rows = (int)(rows < 4096 ? rows : 4096);
+        to.quads = (int)(quads < BN ? quads : BN);
+        lds_store_rows<BN>(work, to);
+        return;
+    }
+    matmul_lds_finish_any<BN>(a, product, at, work, wide);
 }
 // Finishes a group's TM tiles of 64 rows, which are BM / TM rows apart.
 template <int BN, int BM, int TM>
