@@ -4885,7 +4885,8 @@ DEV void experts_finish(const rocq_k_matmul_product &product,
 enum {
     MATMUL_F16_BK = 64,
     MATMUL_F16_ROW = MATMUL_F16_BK + 8, // of LDS, in halves: 36 words spread 8 rows over all banks
-    MATMUL_F16_CHUNKS = MATMUL_F16_BK / 8
+    MATMUL_F16_CHUNKS = MATMUL_F16_BK / 8,
+    MATMUL_F16_LOAD_ROWS = 128 / MATMUL_F16_CHUNKS // that a block loads vectors of at once
 };
 
 // The 32 weights of a unit in F16. With 0x64 as its upper byte, a code is the F16 number 1024 +
@@ -5039,6 +5040,199 @@ DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n1
     }
 }
 
+// A block's tile: BM rows by BN columns; a wave has WM by WN of them, or TM by TN fragments.
+template <int BN> struct matmul_f16_shape {
+    enum {
+        BM = ROCQ_K_MATMUL_M, WN = BN >= 64 ? 64 : 32, WM = BM * BN / 4 / WN,
+        TM = WM / 16, TN = WN / 16,
+        N_W = BM / MATMUL_F16_LOAD_ROWS, N_X = BN / MATMUL_F16_LOAD_ROWS // a thread's vectors
+    };
+};
+
+// Where a thread finds x: vector `chunk` of a step in column `row` of the tile and in every
+// MATMUL_F16_LOAD_ROWS-th from there on, so that 8 lanes read the vectors of a column's cache line.
+// Columns past the last repeat it: offsets are limited to that of the last column. What is loaded
+// lies in an array beside this, which the compiler would else not take apart into registers before
+// it unrolls the loops over it.
+struct matmul_f16_x {
+    const char *first; // the tile's first column
+    uint32_t bytes;    // from one column to the next
+    uint32_t last;     // column of the tile
+    uint32_t k;        // elements of a column
+    int chunk, row;
+};
+// pairs: with EXPERTS, the thread's columns, which are those of the tile's pairs.
+template <int BN, bool EXPERTS, int N>
+DEV void matmul_f16_place_x(matmul_f16_x &x, const char *(&pairs)[N], const rocq_k_matmul_args &a,
+                            const matmul_place &at, const experts_tile &own) {
+    const int64_t n_columns = EXPERTS ? own.n : a.n;
+    x.first = (const char *)a.x + at.x_column * a.x_stride * 2;
+    x.bytes = (uint32_t)a.x_stride * 2;
+    x.last = (uint32_t)(n_columns - at.n0 < BN ? n_columns - at.n0 : BN) - 1;
+    x.k = (uint32_t)a.k;
+    x.chunk = (int)thread_index() % MATMUL_F16_CHUNKS;
+    x.row = (int)thread_index() / MATMUL_F16_CHUNKS;
+    if constexpr (EXPERTS) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const uint32_t column = (uint32_t)(x.row + i * MATMUL_F16_LOAD_ROWS);
+            pairs[i] = experts_column(a, own, column < x.last ? column : x.last);
+        }
+    }
+}
+// Loads the thread's vectors of a step.
+template <bool EXPERTS, int N, int N_PAIRS>
+DEV void matmul_f16_load_x(u32x4 (&v)[N], const matmul_f16_x &x, const char *(&pairs)[N_PAIRS],
+                           uint32_t step) {
+    enum { BK = MATMUL_F16_BK, LOAD_ROWS = MATMUL_F16_LOAD_ROWS };
+    const uint32_t from = matmul_vector_at(step * BK + 8 * (uint32_t)x.chunk, x.k);
+    const uint32_t most = x.last * x.bytes + from, first = (uint32_t)x.row * x.bytes + from;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const uint32_t offset = first + (uint32_t)(i * LOAD_ROWS) * x.bytes;
+        if constexpr (EXPERTS) v[i] = gload((const u32x4 *)(pairs[i] + from));
+        else v[i] = gload((const u32x4 *)(x.first + (offset < most ? offset : most)));
+    }
+}
+// Puts them into LDS. F is the format of w: K may end within a vector only if that is plain.
+template <int F, int N>
+DEV void matmul_f16_store_x(f16 *xt, const u32x4 (&v)[N], const matmul_f16_x &x, uint32_t step) {
+    enum { BK = MATMUL_F16_BK, ROW = MATMUL_F16_ROW };
+    const bool tail = is_plain<F>() && step * BK + BK > x.k;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        u32x4 *to = (u32x4 *)(xt + (x.row + i * MATMUL_F16_LOAD_ROWS) * ROW) + x.chunk;
+        lput(to, tail ? matmul_mask_halves(v[i], step * BK + 8 * (uint32_t)x.chunk, x.k) : v[i]);
+    }
+}
+
+// The matrix that a block multiplies, and with split_rows the other one.
+struct matmul_f16_matrix {
+    const void *w, *w2;
+    int64_t n_units;
+};
+// Where a thread finds w. Block formats: unit `half` of a step's two, of rows t / 2 and t / 2 + 64
+// of the tile, so that two lanes share a cache line. Plain formats: vectors, as of x. Rows past the
+// last repeat it.
+template <int F> struct matmul_f16_w {
+    planes<F> p, p2;    // block formats, from the tile's first row on; p2: of its second half
+    uint32_t unit;      // of row t / 2, the first one
+    uint32_t row_units, half;
+    const char *w, *w2; // plain formats, from the tile's first row on
+    bool wide;          // a row is a whole number of vectors
+    bool split_rows;    // the second half of the tile's rows is of w2
+    uint32_t second;    // that half's first row in its own matrix
+    uint32_t last;      // row of the tile in its own matrix
+    uint32_t k;         // elements of a row
+    int t, chunk, row;  // the thread, and its vectors
+};
+template <int F, bool EXPERTS>
+DEV void matmul_f16_place_w(matmul_f16_w<F> &w, const matmul_f16_matrix &from,
+                            const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
+                            const matmul_place &at) {
+    enum { BM = ROCQ_K_MATMUL_M };
+    w.split_rows = EXPERTS && a.experts.w2 != 0;
+    w.second = w.split_rows ? 0 : BM / 2;
+    const int64_t tile_m = w.split_rows ? BM / 2 : BM;
+    w.last = (uint32_t)(product.m - at.m0 < tile_m ? product.m - at.m0 : tile_m) - 1;
+    w.t = (int)thread_index();
+    w.chunk = w.t % MATMUL_F16_CHUNKS;
+    w.row = w.t / MATMUL_F16_CHUNKS;
+    w.half = (uint32_t)w.t % 2;
+    w.k = (uint32_t)a.k;
+    w.row_units = w.k / 32;
+    if constexpr (is_plain<F>()) {
+        w.w2 = nullptr;
+        w.w = (const char *)from.w + at.w_row * w.k * (16 / vector_elems<F>());
+        if (EXPERTS && w.split_rows) w.w2 = (const char *)from.w2 + (w.w - (const char *)from.w);
+        w.wide = w.k % vector_elems<F>() == 0;
+    } else {
+        w.p = planes_at(planes_of<F>(from.w, from.n_units, product.format), at.w_row * w.row_units);
+        if constexpr (EXPERTS) {
+            w.p2 = w.p;
+            if (w.split_rows) {
+                w.p2 = planes_at(planes_of<F>(from.w2, from.n_units, product.format),
+                                 at.w_row * w.row_units);
+            }
+        }
+        w.unit = (uint32_t)w.t / 2 * w.row_units;
+    }
+}
+// Loads the thread's units of a step, or its vectors if rows are whole vectors.
+template <int F, bool EXPERTS, int N>
+DEV void matmul_f16_load_w(raw<F> (&r)[2], u32x4 (&v)[N], const matmul_f16_w<F> &w,
+                           uint32_t step) {
+    enum { BM = ROCQ_K_MATMUL_M, BK = MATMUL_F16_BK, LOAD_ROWS = MATMUL_F16_LOAD_ROWS };
+    if constexpr (!is_plain<F>()) {
+        const uint32_t u = 2 * step + w.half < w.row_units ? 2 * step + w.half : w.row_units - 1;
+        const uint32_t most = w.last * w.row_units;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t first = w.unit + (uint32_t)i * w.second * w.row_units;
+            const uint32_t unit = (first < most ? first : most) + u;
+            r[i] = EXPERTS && i == 1 ? load_raw(w.p2, unit) : load_raw(w.p, unit);
+        }
+    } else if (F != ROCQ_F32 && w.wide) {
+        const uint32_t e = step * BK + 8 * (uint32_t)w.chunk;
+        const uint32_t first = ((uint32_t)w.row * w.k + e) * 2, most = (w.last * w.k + e) * 2;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const bool other = EXPERTS && w.split_rows && i >= N / 2;
+            const int rows = i * LOAD_ROWS - (other ? BM / 2 : 0);
+            const uint32_t offset = first + (uint32_t)rows * w.k * 2;
+            const char *const from = other ? w.w2 : w.w;
+            v[i] = make4(0, 0, 0, 0);
+            if (e < w.k) v[i] = gload((const u32x4 *)(from + (offset < most ? offset : most)));
+        }
+    }
+}
+// Loads a step of w, of a plain format, and puts it into LDS, each thread every 128th vector. No
+// prefetch: F32 would take 64 registers for it, misaligned rows many loads.
+template <int F, bool EXPERTS>
+DEV void matmul_f16_copy_w(f16 *wt, const matmul_f16_w<F> &w, uint32_t step) {
+    enum { BM = ROCQ_K_MATMUL_M, BK = MATMUL_F16_BK, ROW = MATMUL_F16_ROW };
+    const int vectors = BK / vector_elems<F>(); // of a row
+#pragma unroll 1
+    for (int i = w.t; i < BM * vectors; i += 128) {
+        const int r = i / vectors, e = i % vectors * vector_elems<F>();
+        const bool other = EXPERTS && w.split_rows && r >= BM / 2;
+        const uint32_t r_own = (uint32_t)(other ? r - BM / 2 : r);
+        const uint32_t r_in = r_own < w.last ? r_own : w.last;
+        const char *const w_row = (other ? w.w2 : w.w) + r_in * (w.k * (16 / vector_elems<F>()));
+        const u32x4 vector = matmul_load_vector<F>(w_row, step * BK + (uint32_t)e, w.k, w.wide);
+        f16 *const to = wt + r * ROW + e;
+        if constexpr (F == ROCQ_F32) {
+            float v[4];
+            decode_vector<F>(vector, 0, v);
+            lput((u32x2 *)to, make2(bits<uint32_t>(pair((f16)v[0], (f16)v[1])),
+                                    bits<uint32_t>(pair((f16)v[2], (f16)v[3]))));
+        } else {
+            lput((u32x4 *)to, matmul_vector_halves<F>(vector));
+        }
+    }
+}
+// Puts a step of w into LDS, in F16: what was loaded, or else what is loaded here.
+template <int F, bool EXPERTS, int N>
+DEV void matmul_f16_store_w(f16 *wt, raw<F> (&r)[2], const u32x4 (&v)[N], const matmul_f16_w<F> &w,
+                            uint32_t step) {
+    enum { BM = ROCQ_K_MATMUL_M, ROW = MATMUL_F16_ROW, LOAD_ROWS = MATMUL_F16_LOAD_ROWS };
+    if constexpr (!is_plain<F>()) {
+#pragma unroll decode_passes<F>()
+        for (int i = 0; i < 2; i++) {
+            u32x4 *to = (u32x4 *)(wt + (w.t / 2 + i * (BM / 2)) * ROW) + 4 * w.half;
+            matmul_put_unit<F>(to, take_row<F>(r, i), 2 * step + w.half);
+        }
+    } else if (F != ROCQ_F32 && w.wide) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            u32x4 *to = (u32x4 *)(wt + (w.row + i * LOAD_ROWS) * ROW) + w.chunk;
+            lput(to, matmul_vector_halves<F>(v[i]));
+        }
+    } else {
+        matmul_f16_copy_w<F, EXPERTS>(wt, w, step);
+    }
+}
+
 // With EXPERTS it is matmul_experts, the product by expert, in tiles of 32 or 64 columns. A weight
 // is decoded once for all columns of a tile, so 64 are for prompts that fill them: a wave has 32 by
 // 64, LDS is 27 KB, and of a tile with up to 32 columns only those are multiplied. experts_sort
@@ -5047,11 +5241,9 @@ DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n1
 // w2, so that both products of a row meet in the epilogue, which takes z and z2 from the LDS of two
 // waves.
 template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_args &a) {
-    enum {
-        BM = ROCQ_K_MATMUL_M, BK = MATMUL_F16_BK, ROW = MATMUL_F16_ROW, CHUNKS = MATMUL_F16_CHUNKS,
-        WN = BN >= 64 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16, TN = WN / 16,
-        LOAD_ROWS = 128 / CHUNKS, N_W = BM / LOAD_ROWS, N_X = BN / LOAD_ROWS
-    };
+    typedef matmul_f16_shape<BN> S;
+    enum { BM = S::BM, WM = S::WM, WN = S::WN, TM = S::TM, TN = S::TN };
+    enum { BK = MATMUL_F16_BK, ROW = MATMUL_F16_ROW };
     LDS(u32x4, tile, (BM + BN) * ROW / 8);
     static_assert(16 * matmul_pass_floats<TM>() <= (int)sizeof(tile), "matmul_finish's work");
     f16 *const wt = (f16 *)tile, *const xt = wt + BM * ROW;
@@ -5076,135 +5268,30 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
         at = matmul_place_of(a, block, BM, BN, (k + BK - 1) / BK);
     }
     const int64_t n_columns = EXPERTS ? own.n : a.n;
-    const int t = (int)thread_index(), wave = matmul_wave();
+    const int wave = matmul_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
-    const int chunk = t % CHUNKS,
-              row = t / CHUNKS; // 8 lanes read the vectors of a row's cache line
 
-    // x. Columns past the last repeat it: offsets are limited to that of the last column
-    const char *const x = (const char *)a.x + at.x_column * a.x_stride * 2;
-    const uint32_t x_bytes = (uint32_t)a.x_stride * 2;
-    const uint32_t x_last = (uint32_t)(n_columns - at.n0 < BN ? n_columns - at.n0 : BN) - 1;
-    u32x4 xr[N_X];
-    const char *pair_x[EXPERTS ? N_X : 1]; // the columns of the pairs
-    if constexpr (EXPERTS) {
-#pragma unroll
-        for (int i = 0; i < N_X; i++) {
-            const uint32_t column = (uint32_t)(row + i * LOAD_ROWS);
-            pair_x[i] = experts_column(a, own, column < x_last ? column : x_last);
-        }
-    }
-    const auto load_x = [&](uint32_t step) {
-        const uint32_t from = matmul_vector_at(step * BK + 8 * (uint32_t)chunk, k);
-        const uint32_t most = x_last * x_bytes + from, first = (uint32_t)row * x_bytes + from;
-#pragma unroll
-        for (int i = 0; i < N_X; i++) {
-            const uint32_t offset = first + (uint32_t)(i * LOAD_ROWS) * x_bytes;
-            if constexpr (EXPERTS) xr[i] = gload((const u32x4 *)(pair_x[i] + from));
-            else xr[i] = gload((const u32x4 *)(x + (offset < most ? offset : most)));
-        }
-    };
-    const auto store_x = [&](uint32_t step) {
-        const bool tail = is_plain<F>() && step * BK + BK > k;
-#pragma unroll
-        for (int i = 0; i < N_X; i++) {
-            u32x4 *to = (u32x4 *)(xt + (row + i * LOAD_ROWS) * ROW) + chunk;
-            lput(to, tail ? matmul_mask_halves(xr[i], step * BK + 8 * (uint32_t)chunk, k) : xr[i]);
-        }
-    };
-
-    // w. Block formats: one of the step's two units of rows t / 2 and t / 2 + 64, so that two lanes
-    // share a cache line. Plain formats: vectors
-    const uint32_t w_last = (uint32_t)(product.m - at.m0 < tile_m ? product.m - at.m0 : tile_m) - 1;
-    const uint32_t row_units = k / 32, half = (uint32_t)t % 2;
+    // What the thread loads of x and w for the next step, and from where
+    matmul_f16_x x;
+    u32x4 xr[S::N_X];
+    const char *pairs[EXPERTS ? S::N_X : 1];
+    matmul_f16_place_x<BN, EXPERTS>(x, pairs, a, at, own);
+    matmul_f16_w<F> w;
     raw<F> wr[2];
-    u32x4 wp[N_W];
-    planes<F> p, p2; // p2: of the second half of the rows, if that is of w2
-    uint32_t w_unit = 0;
-    const char *w = nullptr, *w2 = nullptr;
-    bool wide = false;
-    if constexpr (is_plain<F>()) {
-        w = (const char *)all_w + at.w_row * k * (16 / vector_elems<F>());
-        if (split_rows) w2 = (const char *)all_w2 + (w - (const char *)all_w);
-        wide = k % vector_elems<F>() == 0;
-    } else {
-        p = planes_at(planes_of<F>(all_w, w_units, product.format), at.w_row * row_units);
-        if constexpr (EXPERTS) {
-            p2 = p;
-            if (split_rows) {
-                p2 = planes_at(planes_of<F>(all_w2, w_units, product.format), at.w_row * row_units);
-            }
-        }
-        w_unit = (uint32_t)t / 2 * row_units;
-    }
-    const uint32_t second = split_rows ? 0 : BM / 2; // its first row in its own matrix
-    const auto load_w = [&](uint32_t step) {
-        if constexpr (!is_plain<F>()) {
-            const uint32_t u = 2 * step + half < row_units ? 2 * step + half : row_units - 1;
-            const uint32_t most = w_last * row_units;
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const uint32_t first = w_unit + (uint32_t)i * second * row_units;
-                const uint32_t unit = (first < most ? first : most) + u;
-                wr[i] = EXPERTS && i == 1 ? load_raw(p2, unit) : load_raw(p, unit);
-            }
-        } else if (F != ROCQ_F32 && wide) {
-            const uint32_t e = step * BK + 8 * (uint32_t)chunk;
-            const uint32_t first = ((uint32_t)row * k + e) * 2, most = (w_last * k + e) * 2;
-#pragma unroll
-            for (int i = 0; i < N_W; i++) {
-                const bool other = split_rows && i >= N_W / 2;
-                const int rows = i * LOAD_ROWS - (other ? BM / 2 : 0);
-                const uint32_t offset = first + (uint32_t)rows * k * 2;
-                const char *const from = other ? w2 : w;
-                wp[i] = make4(0, 0, 0, 0);
-                if (e < k) wp[i] = gload((const u32x4 *)(from + (offset < most ? offset : most)));
-            }
-        }
-    };
-    const auto store_w = [&](uint32_t step) {
-        if constexpr (!is_plain<F>()) {
-#pragma unroll decode_passes<F>()
-            for (int i = 0; i < 2; i++) {
-                u32x4 *to = (u32x4 *)(wt + (t / 2 + i * (BM / 2)) * ROW) + 4 * half;
-                matmul_put_unit<F>(to, take_row<F>(wr, i), 2 * step + half);
-            }
-        } else if (F != ROCQ_F32 && wide) {
-#pragma unroll
-            for (int i = 0; i < N_W; i++) {
-                u32x4 *to = (u32x4 *)(wt + (row + i * LOAD_ROWS) * ROW) + chunk;
-                lput(to, matmul_vector_halves<F>(wp[i]));
-            }
-        } else { // no prefetch: F32 would take 64 registers for it, misaligned rows many loads
-            const int vectors = BK / vector_elems<F>(); // of a row
-#pragma unroll 1
-            for (int i = t; i < BM * vectors; i += 128) {
-                const int r = i / vectors, e = i % vectors * vector_elems<F>();
-                const bool other = split_rows && r >= BM / 2;
-                const uint32_t r_own = (uint32_t)(other ? r - BM / 2 : r);
-                const uint32_t r_in = r_own < w_last ? r_own : w_last;
-                const char *const w_row =
-                    (other ? w2 : w) + r_in * (k * (16 / vector_elems<F>()));
-                const u32x4 vector =
-                    matmul_load_vector<F>(w_row, step * BK + (uint32_t)e, k, wide);
-                f16 *const to = wt + r * ROW + e;
-                if constexpr (F == ROCQ_F32) {
-                    float v[4];
-                    decode_vector<F>(vector, 0, v);
-                    lput((u32x2 *)to, make2(bits<uint32_t>(pair((f16)v[0], (f16)v[1])),
-                                            bits<uint32_t>(pair((f16)v[2], (f16)v[3]))));
-                } else {
-                    lput((u32x4 *)to, matmul_vector_halves<F>(vector));
-                }
-            }
-        }
-    };
+    u32x4 wp[S::N_W];
+    matmul_f16_place_w<F, EXPERTS>(w, {all_w, all_w2, w_units}, a, product, at);
+    // Lambdas, as calls of the helpers themselves cost registers: they would be inlined before any
+    // optimization, while these are optimized by themselves first
+    const auto load_x = [&](uint32_t step) { matmul_f16_load_x<EXPERTS>(xr, x, pairs, step); };
+    const auto load_w = [&](uint32_t step) { matmul_f16_load_w<F, EXPERTS>(wr, wp, w, step); };
+    const auto store_x = [&](uint32_t step) { matmul_f16_store_x<F>(xt, xr, x, step); };
+    const auto store_w = [&](uint32_t s) { matmul_f16_store_w<F, EXPERTS>(wt, wr, wp, w, s); };
 
     const int wm_own = split_rows ? wm % (BM / 2) : wm; // in its own matrix
     const bool has_work = at.m0 + wm_own < product.m && at.n0 + wn < n_columns; // of the wave
     frag_c c[TM][TN];
     matmul_clear(c);
-    const bool half_tile = TM == 2 && x_last < BN / 2;
+    const bool half_tile = TM == 2 && x.last < BN / 2;
     load_w(at.begin);
     load_x(at.begin);
     for (uint32_t step = at.begin; step < at.end; step++) {
@@ -5462,44 +5549,14 @@ DEV bool lds_takes_rows(const rocq_k_tensor &t, bool wide) {
     return !t.data || (t.format == ROCQ_F32 && wide);
 }
 
-// matmul's epilogue, or stores a split's sums. Rows of the tile are columns n of y.
+// matmul_lds_finish for any format, alignment and epilogue. wide: of y, or of a split's sums.
 template <int BN>
-DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
-                           const matmul_place &at, const float *work) {
+DEV void matmul_lds_finish_any(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
+                               const matmul_place &at, const float *work, bool wide) {
     const rocq_k_epilogue &e = product.epilogue;
     const bool whole = a.n_splits == 1, bias_wide = (uintptr_t)e.bias % 16 == 0;
-    const bool wide = whole ? quads_are_wide(e.y) : (product.m & 3) == 0;
     const bool gate_wide = quads_are_wide(e.gate), residual_wide = quads_are_wide(e.residual);
     const bool loads = whole && (e.bias || e.gate.data || e.residual.data);
-    const bool silu = whole && e.activation == ROCQ_ACT_SILU, f16 = whole && e.y.format == ROCQ_F16;
-    if (wide && (product.m & 3) == 0 &&
-        (!whole || ((f16 || e.y.format == ROCQ_F32) && !e.bias && e.softcap <= 0.0f &&
-                    (silu || e.activation == ROCQ_ACT_IDENTITY) &&
-                    lds_takes_rows(e.gate, gate_wide) &&
-                    lds_takes_rows(e.residual, residual_wide)))) {
-        lds_rows to = {};
-        to.y_stride = a.n_splits * product.m * 4;
-        if (whole) {
-            to.y_stride = e.y.stride[0];
-            to.y = row_of(e.y, at.n0, at.i2, at.i3);
-            if (e.gate.data) to.gate = row_of(e.gate, at.n0, at.i2, at.i3) + at.m0 * 4;
-            if (e.residual.data) {
-                to.residual = row_of(e.residual, at.n0, at.i2, at.i3) + at.m0 * 4;
-            }
-            to.gate_stride = e.gate.stride[0];
-            to.residual_stride = e.residual.stride[0];
-        } else {
-            to.y = (char *)(matmul_split_sums(a, product, at.x_column) + at.split * product.m);
-        }
-        to.y += at.m0 * (f16 ? 2 : 4);
-        to.silu = silu;
-        to.f16 = f16;
-        const int64_t rows = a.n - at.n0, quads = (product.m - at.m0) / 4;
-        to.rows = (int)(rows < 4096 ? rows : 4096);
-        to.quads = (int)(quads < BN ? quads : BN);
-        lds_store_rows<BN>(work, to);
-        return;
-    }
     const epilogue between = {ROCQ_ACT_IDENTITY, e.softcap, false, e.gate.data != 0, false, false};
     const auto count = [&](int row, int col) {
         return at.n0 + row < a.n ? quad_count(product.m, at.m0 + col) : 0;
@@ -5552,6 +5609,45 @@ DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_prod
         put_floats(e.y.format, wide && there == 4, row_of(e.y, n, at.i2, at.i3), m, there, v);
     };
     lds_finish_rows<BN>(work, load, store);
+}
+// matmul's epilogue, or stores a split's sums. Rows of the tile are columns n of y.
+template <int BN>
+DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
+                           const matmul_place &at, const float *work) {
+    const rocq_k_epilogue &e = product.epilogue;
+    const bool whole = a.n_splits == 1;
+    const bool wide = whole ? quads_are_wide(e.y) : (product.m & 3) == 0;
+    const bool gate_wide = quads_are_wide(e.gate), residual_wide = quads_are_wide(e.residual);
+    const bool silu = whole && e.activation == ROCQ_ACT_SILU, f16 = whole && e.y.format == ROCQ_F16;
+    if (wide && (product.m & 3) == 0 &&
+        (!whole || ((f16 || e.y.format == ROCQ_F32) && !e.bias && e.softcap <= 0.0f &&
+                    (silu || e.activation == ROCQ_ACT_IDENTITY) &&
+                    lds_takes_rows(e.gate, gate_wide) &&
+                    lds_takes_rows(e.residual, residual_wide)))) {
+        lds_rows to = {};
+        to.y_stride = a.n_splits * product.m * 4;
+        if (whole) {
+            to.y_stride = e.y.stride[0];
+            to.y = row_of(e.y, at.n0, at.i2, at.i3);
+            if (e.gate.data) to.gate = row_of(e.gate, at.n0, at.i2, at.i3) + at.m0 * 4;
+            if (e.residual.data) {
+                to.residual = row_of(e.residual, at.n0, at.i2, at.i3) + at.m0 * 4;
+            }
+            to.gate_stride = e.gate.stride[0];
+            to.residual_stride = e.residual.stride[0];
+        } else {
+            to.y = (char *)(matmul_split_sums(a, product, at.x_column) + at.split * product.m);
+        }
+        to.y += at.m0 * (f16 ? 2 : 4);
+        to.silu = silu;
+        to.f16 = f16;
+        const int64_t rows = a.n - at.n0, quads = (product.m - at.m0) / 4;
+        to.rows = (int)(rows < 4096 ? rows : 4096);
+        to.quads = (int)(quads < BN ? quads : BN);
+        lds_store_rows<BN>(work, to);
+        return;
+    }
+    matmul_lds_finish_any<BN>(a, product, at, work, wide);
 }
 // Finishes a group's TM tiles of 64 rows, which are BM / TM rows apart.
 template <int BN, int BM, int TM>
@@ -5759,14 +5855,70 @@ DEV u32x4 matmul_few_halves(const u32x4 (&v)[2]) {
     return make4(halves(v[0].x, v[0].y), halves(v[0].z, v[0].w), halves(v[1].x, v[1].y),
                  halves(v[1].z, v[1].w));
 }
+// c += w x over 64 of K, from a wave's vectors of both halves of a step.
+template <int F, int TM, int TN, int V, int PARTS>
+DEV void matmul_few_multiply(frag_c (&c)[TM][TN], const u32x4 (&wv)[2][TM][V],
+                             const u32x4 (&xv)[2][TN][V][PARTS]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        u32x4 wh[V], xh[TN][V];
+#pragma unroll
+        for (int j = 0; j < TN; j++) {
+#pragma unroll
+            for (int v = 0; v < V; v++) xh[j][v] = matmul_few_halves(xv[h][j][v]);
+        }
+#pragma unroll
+        for (int i = 0; i < TM; i++) {
+#pragma unroll
+            for (int v = 0; v < V; v++) wh[v] = matmul_vector_halves<F>(wv[h][i][v]);
+#pragma unroll
+            for (int j = 0; j < TN; j++) wmma_vectors(c[i][j], wh, xh[j]);
+        }
+    }
+}
+// Adds up the sums of the waves, by way of LDS, 16 columns at a time, of which a wave stores every
+// eighth. It has barriers.
+enum {
+    MATMUL_FEW_WAVES = 8,
+    MATMUL_FEW_STRIDE = ROCQ_K_MATMUL_FEW_M + 4, // floats: a lane's columns are in different banks
+    MATMUL_FEW_COLUMNS = 16 * MATMUL_FEW_STRIDE  // floats of a wave
+};
+template <int TM, int TN>
+DEV void matmul_few_finish(const rocq_k_matmul_args &a, const rocq_k_matmul_product &product,
+                           const matmul_place &at, const frag_c (&c)[TM][TN], float *sums) {
+    enum { WAVES = MATMUL_FEW_WAVES, STRIDE = MATMUL_FEW_STRIDE, COLUMNS = MATMUL_FEW_COLUMNS };
+    const int wave = matmul_wave();
+    float *const own = sums + wave * COLUMNS;
+#pragma unroll
+    for (int j = 0; j < TN; j++) {
+        if (j > 0) block_sync_lds(); // the sums of before have been read
+#pragma unroll
+        for (int i = 0; i < TM; i++) {
+#pragma unroll
+            for (int v = 0; v < 8; v++) {
+                lput(own + frag_col(v) * STRIDE + 16 * i + frag_row(v), c[i][j].v[v]);
+            }
+        }
+        block_sync_lds();
+#pragma unroll 1
+        for (int column = wave; column < 16; column += WAVES) {
+            const int64_t n = at.n0 + 16 * j + column;
+            if (n >= a.n) break;
+            float *const first = sums + column * STRIDE + lane_index();
+            float sum = lget(first);
+#pragma unroll
+            for (int i = 1; i < WAVES; i++) sum += lget(first + i * COLUMNS);
+            lput(first, sum);
+            matmul_put_sums<1>(a, product, at, sums + column * STRIDE, at.m0, n);
+        }
+    }
+}
 template <int F, int TN, int X> DEV void matmul_few(const rocq_k_matmul_args &a) {
     enum {
-        TM = ROCQ_K_MATMUL_FEW_M / 16, V = FRAG_VECTORS, WAVES = 8,
-        STRIDE = ROCQ_K_MATMUL_FEW_M + 4, // 36 floats: a lane's columns are in different banks
-        COLUMNS = 16 * STRIDE,            // floats of a wave
+        TM = ROCQ_K_MATMUL_FEW_M / 16, V = FRAG_VECTORS, WAVES = MATMUL_FEW_WAVES,
         X_BYTES = X == ROCQ_F32 ? 4 : 2, PARTS = X_BYTES / 2 // loads for eight elements of x
     };
-    LDS(float, sums, WAVES * COLUMNS);
+    LDS(float, sums, WAVES * MATMUL_FEW_COLUMNS);
     const matmul_block block = matmul_block_of(a);
     const rocq_k_matmul_product &product = a.product[block.product];
     if (product.tiles_m == 0) return;
@@ -5832,47 +5984,9 @@ template <int F, int TN, int X> DEV void matmul_few(const rocq_k_matmul_args &a)
                 }
             }
         }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            u32x4 wh[V], xh[TN][V];
-#pragma unroll
-            for (int j = 0; j < TN; j++) {
-#pragma unroll
-                for (int v = 0; v < V; v++) xh[j][v] = matmul_few_halves(xv[h][j][v]);
-            }
-#pragma unroll
-            for (int i = 0; i < TM; i++) {
-#pragma unroll
-                for (int v = 0; v < V; v++) wh[v] = matmul_vector_halves<F>(wv[h][i][v]);
-#pragma unroll
-                for (int j = 0; j < TN; j++) wmma_vectors(c[i][j], wh, xh[j]);
-            }
-        }
+        matmul_few_multiply<F>(c, wv, xv);
     }
-    float *const own = sums + wave * COLUMNS;
-#pragma unroll
-    for (int j = 0; j < TN; j++) {
-        if (j > 0) block_sync_lds(); // the sums of before have been read
-#pragma unroll
-        for (int i = 0; i < TM; i++) {
-#pragma unroll
-            for (int v = 0; v < 8; v++) {
-                lput(own + frag_col(v) * STRIDE + 16 * i + frag_row(v), c[i][j].v[v]);
-            }
-        }
-        block_sync_lds();
-#pragma unroll 1
-        for (int column = wave; column < 16; column += WAVES) {
-            const int64_t n = at.n0 + 16 * j + column;
-            if (n >= a.n) break;
-            float *const first = sums + column * STRIDE + lane_index();
-            float sum = lget(first);
-#pragma unroll
-            for (int i = 1; i < WAVES; i++) sum += lget(first + i * COLUMNS);
-            lput(first, sum);
-            matmul_put_sums<1>(a, product, at, sums + column * STRIDE, at.m0, n);
-        }
-    }
+    matmul_few_finish(a, product, at, c, sums);
 }
 #define ROCQ_X(X, f)                                                               \
     KERNEL_WAVES(matmul_few_##f##_16, rocq_k_matmul_args, 256, 4) {                \
@@ -6068,8 +6182,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     const planes<F> wp = planes_at(matmul_planes<F>(product), at.w_row * row_units);
     const planes<ROCQ_Q8_0> xp =
         planes_at(planes_of<ROCQ_Q8_0>(a.x, a.x_units), at.x_column * row_units);
-    const uint32_t w_unit = (uint32_t)t / 2 * row_units;
-    const uint32_t column = (uint32_t)t / 2, half = (uint32_t)t % 2;
+    const uint32_t column = (uint32_t)t / 2, half = (uint32_t)t % 2, w_unit = column * row_units;
     const uint32_t x_unit = (column < x_last ? column : x_last) * row_units;
     raw<F> wr[2];
     raw<ROCQ_Q8_0> xr;
@@ -8172,6 +8285,16 @@ DEV const f16 *attend_group_take(const attend_group_stream<D> &s, int unit, int 
     return tile;
 }
 
+// A bit for each position of a unit's tile, which begins at `first`: whether it is there.
+template <int D>
+DEV uint32_t attend_group_seen(const attend_group_stream<D> &s, int unit, int first) {
+    typedef attend_group_shape<D> S;
+    if (s.paged) {
+        return wave_ballot(lget(attend_group_rows(s, unit) + lane_index() % S::TILE) >= 0);
+    }
+    return s.end - first >= 32 ? ~0u : (1u << (s.end - first)) - 1;
+}
+
 template <int D> struct attend_group_state {
     frag_c8 o[D / 16];
     float m[FRAG_8_SLOTS], l[FRAG_8_SLOTS]; // l is over the lane's own positions
@@ -8364,36 +8487,56 @@ DEV attend_run attend_group_run_of(const rocq_k_attention_args &a, int len, int 
     return {len, begin, min(begin + length, len), (len + length - 1) / length};
 }
 
-template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
+// Loads a thread's quads of Q and, where they are appended, of the new rows of K and V.
+template <int D>
+DEV void attend_group_load_new(rotation_quad (&quad)[attend_group_shape<D>::LOADS],
+                               const rocq_k_attention_args &a, const attend_task &t, int n_there) {
     typedef attend_group_shape<D> S;
-    LDS_GRANTED(u32x4, lds, S::BYTES / 16);
-    if (a.n_splits == 0) return;
-    char *const at = (char *)lds;
-    f16 *const q_rows = (f16 *)at, *const fresh = q_rows + S::COLUMNS * S::STRIDE;
-    float *const sine = (float *)(at + S::ANGLES_AT), *const cosine = sine + D / 2;
-    u32x2 *const m_l = (u32x2 *)(at + S::M_L_AT);
-    float *const sums = (float *)(at + S::RING_AT);
-    const int thread = (int)thread_index(), wave = wave_read(wave_index(), 0);
-    const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
-    const int n_there = min((int)S::COLUMNS, a.group - t.column0);
     const bool append = a.rotation.pos != 0;
-
-    rotation_quad quad[S::LOADS] = {};
 #pragma unroll
     for (int j = 0; j < S::LOADS; j++) {
-        const int i = thread + j * ROCQ_K_GROUP_THREADS, row = i / S::QUADS;
+        const int i = (int)thread_index() + j * ROCQ_K_GROUP_THREADS, row = i / S::QUADS;
         const int item = max(row - S::COLUMNS + 1, 0), head = t.kv_head * a.group + t.column0 + row;
         if (item == 0 ? row < n_there : append && item < 3)
             quad[j] = attend_step_load<D>(a, {t.split, t.seq, t.kv_head, t.split, head},
                                           item * S::QUADS + i % S::QUADS);
     }
-    int position = 0, cell = -1;
-    if (append) {
-        position = gload(a.rotation.pos);
-        cell = wave_read(gload(a.rotation.cell), 0);
+}
+// Puts them into LDS, rotated.
+template <int D>
+DEV void attend_group_put_new(f16 *rows, const rocq_k_attention_args &a,
+                              const rotation_quad (&quad)[attend_group_shape<D>::LOADS],
+                              const float *sine, const float *cosine) {
+    typedef attend_group_shape<D> S;
+#pragma unroll
+    for (int j = 0; j < S::LOADS; j++) {
+        const int i = (int)thread_index() + j * ROCQ_K_GROUP_THREADS, row = i / S::QUADS;
+        if (row >= S::COLUMNS + 2) continue;
+        float y[4];
+        rotation_apply(a.rotation, quad[j], sine, cosine, y);
+        lput((u32x2 *)(rows + row * S::STRIDE) + i % S::QUADS,
+             make2(attend_pair(y[0], y[1]), attend_pair(y[2], y[3])));
     }
-    const attend_run run = attend_group_run_of<D>(a, attend_length(a, t.seq), n_there, t.split);
-    if (t.split >= run.n_runs) return;
+}
+// Stores the new rows of K and V, which lie in LDS, in the caches.
+template <int D>
+DEV void attend_group_append(const rocq_k_attention_args &a, int kv_head, int cell,
+                             const f16 *fresh) {
+    typedef attend_group_shape<D> S;
+    const int thread = (int)thread_index();
+    if (thread >= 2 * S::QUADS) return;
+    const bool of_v = thread >= S::QUADS;
+    char *const row = row_of(of_v ? a.v : a.k, kv_head, cell, 0);
+    gstore((u32x2 *)row + thread % S::QUADS,
+           lget((const u32x2 *)(fresh + of_v * S::STRIDE) + thread % S::QUADS));
+}
+// A wave's part of a run: what it reads, and where that lies in LDS.
+template <int D>
+DEV attend_group_stream<D> attend_group_stream_of(const rocq_k_attention_args &a,
+                                                  const attend_task &t, const attend_run &run,
+                                                  char *lds) {
+    typedef attend_group_shape<D> S;
+    const int wave = wave_read(wave_index(), 0);
     attend_group_stream<D> stream;
     stream.paged = a.page_table != 0;
     stream.k = row_of(a.k, t.kv_head, 0, stream.paged ? 0 : t.seq);
@@ -8404,8 +8547,87 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
     stream.first = run.begin + wave * S::TILE;
     stream.end = run.end;
     stream.unit = 0;
-    stream.ring = (f16 *)(at + S::RING_AT) + wave * (S::UNITS * S::UNIT);
-    stream.rows = (int32_t *)(at + S::ROWS_AT) + wave * (S::LISTS * S::TILE);
+    stream.ring = (f16 *)(lds + S::RING_AT) + wave * (S::UNITS * S::UNIT);
+    stream.rows = (int32_t *)(lds + S::ROWS_AT) + wave * (S::LISTS * S::TILE);
+    return stream;
+}
+template <int D> DEV void attend_group_clear(attend_group_state<D> &c) {
+    typedef attend_group_shape<D> S;
+#pragma unroll
+    for (int i = 0; i < FRAG_8_VALUES * S::O_FRAGS; i++)
+        c.o[i / FRAG_8_VALUES].v[i % FRAG_8_VALUES] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < FRAG_8_SLOTS; i++) {
+        c.m[i] = -INFINITY;
+        c.l[i] = 0.0f;
+    }
+}
+// O += V^T P of a tile.
+template <int D>
+DEV void attend_group_add(attend_group_state<D> &c, const f16 *v,
+                          const frag_b8 (&p)[attend_group_shape<D>::FRAGS]) {
+    typedef attend_group_shape<D> S;
+#pragma unroll
+    for (int b = 0; b < S::FRAGS; b++) {
+#pragma unroll
+        for (int f = 0; f < S::O_FRAGS; f++)
+            wmma(c.o[f], frag_turned(v + 16 * b * S::STRIDE + 16 * f, S::STRIDE), p[b]);
+    }
+}
+// What a run's block leaves in work: m and l of its columns, then o of one after the other.
+template <int D>
+DEV void attend_group_put_run(float *to, const float *sums, const u32x2 *m_l, int n_there) {
+    typedef attend_group_shape<D> S;
+    for (int i = (int)thread_index(); i < n_there * S::QUADS; i += ROCQ_K_GROUP_THREADS) {
+        const int column = i / S::QUADS, d = i % S::QUADS * 4;
+        const attend_group_sum r = attend_group_add_waves<D>(sums, m_l, column, d);
+        gstore((u32x4 *)(to + 2 * S::COLUMNS) + i, attend_group_words(r));
+        if (d == 0) {
+            gstore((u32x2 *)to + column, make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
+        }
+    }
+}
+// The result: what waves have left in LDS, merged and divided by l.
+template <int D>
+DEV void attend_group_put_out(const rocq_k_attention_args &a, const attend_task &t,
+                              const float *sums, const u32x2 *m_l, int n_there) {
+    typedef attend_group_shape<D> S;
+    for (int first_quad = 0; first_quad < n_there * S::QUADS; first_quad += ROCQ_K_GROUP_THREADS) {
+        const int i = first_quad + (int)thread_index(), column = min(i / S::QUADS, n_there - 1),
+                  d = i % S::QUADS * 4, head = t.kv_head * a.group + t.column0 + column;
+        attend_group_sum r = attend_group_add_waves<D>(sums, m_l, column, d);
+        const float share = r.l != 0.0f ? rcp_fast(r.l) : 0.0f;
+#pragma unroll
+        for (int e = 0; e < 4; e++) r.x[e] = r.l != 0.0f ? r.x[e] * share : 0.0f;
+        put4(a.out, is_wide(a.out), row_of(a.out, head, 0, t.seq),
+             (uint32_t)(head + a.n_heads * t.seq), d, i < n_there * S::QUADS ? 4 : 0, r.x);
+    }
+}
+
+template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
+    typedef attend_group_shape<D> S;
+    LDS_GRANTED(u32x4, lds, S::BYTES / 16);
+    if (a.n_splits == 0) return;
+    char *const at = (char *)lds;
+    f16 *const q_rows = (f16 *)at, *const fresh = q_rows + S::COLUMNS * S::STRIDE;
+    float *const sine = (float *)(at + S::ANGLES_AT), *const cosine = sine + D / 2;
+    u32x2 *const m_l = (u32x2 *)(at + S::M_L_AT);
+    float *const sums = (float *)(at + S::RING_AT);
+    const int thread = (int)thread_index();
+    const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
+    const int n_there = min((int)S::COLUMNS, a.group - t.column0);
+    const bool append = a.rotation.pos != 0;
+
+    rotation_quad quad[S::LOADS] = {};
+    attend_group_load_new<D>(quad, a, t, n_there);
+    int position = 0, cell = -1;
+    if (append) {
+        position = gload(a.rotation.pos);
+        cell = wave_read(gload(a.rotation.cell), 0);
+    }
+    const attend_run run = attend_group_run_of<D>(a, attend_length(a, t.seq), n_there, t.split);
+    if (t.split >= run.n_runs) return;
+    attend_group_stream<D> stream = attend_group_stream_of<D>(a, t, run, at);
     int first = stream.first;
 #pragma unroll 1
     for (int u = 0; u < S::UNITS; u++) attend_group_request(stream, a);
@@ -8417,37 +8639,18 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
         if (t.split == 0 && thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
         cell = -1;
     }
-#pragma unroll
-    for (int j = 0; j < S::LOADS; j++) {
-        const int i = thread + j * ROCQ_K_GROUP_THREADS, row = i / S::QUADS;
-        if (row >= S::COLUMNS + 2) continue;
-        float y[4];
-        rotation_apply(a.rotation, quad[j], sine, cosine, y);
-        lput((u32x2 *)(q_rows + row * S::STRIDE) + i % S::QUADS,
-             make2(attend_pair(y[0], y[1]), attend_pair(y[2], y[3])));
-    }
+    attend_group_put_new<D>(q_rows, a, quad, sine, cosine);
     block_sync_lds();
     frag_b8 q[S::O_FRAGS];
 #pragma unroll
     for (int i = 0; i < S::O_FRAGS; i++) q[i] = frag_load_b8(q_rows + 16 * i, S::STRIDE);
     const float factor = a.scale * 1.44269504f;
     attend_group_state<D> state;
-#pragma unroll
-    for (int i = 0; i < FRAG_8_VALUES * S::O_FRAGS; i++)
-        state.o[i / FRAG_8_VALUES].v[i % FRAG_8_VALUES] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < FRAG_8_SLOTS; i++) {
-        state.m[i] = -INFINITY;
-        state.l[i] = 0.0f;
-    }
+    attend_group_clear<D>(state);
 #pragma unroll 1
     for (int unit = 0; first < run.end; unit += 2, first += S::TILE * S::WAVES) {
         const f16 *const k = attend_group_take(stream, unit, first, cell, fresh);
-        uint32_t seen = run.end - first >= 32 ? ~0u : (1u << (run.end - first)) - 1;
-        if (stream.paged) {
-            const int lane = lane_index();
-            seen = wave_ballot(lget(attend_group_rows(stream, unit) + lane % S::TILE) >= 0);
-        }
+        const uint32_t seen = attend_group_seen(stream, unit, first);
         frag_c8 s[S::FRAGS];
         attend_group_scores<D>(s, k, q, factor, seen);
         wave_sync();
@@ -8459,12 +8662,7 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
 
         const f16 *const v =
             attend_group_take(stream, unit + 1, first, cell, fresh + S::STRIDE);
-#pragma unroll
-        for (int b = 0; b < S::FRAGS; b++) {
-#pragma unroll
-            for (int f = 0; f < S::O_FRAGS; f++)
-                wmma(state.o[f], frag_turned(v + 16 * b * S::STRIDE + 16 * f, S::STRIDE), p[b]);
-        }
+        attend_group_add<D>(state, v, p);
         wave_sync();
         attend_group_request(stream, a);
     }
@@ -8473,24 +8671,13 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
     attend_group_put<D>(state, sums, m_l);
     block_sync_lds();
     // The first block stores the new rows in the caches, when no wave of it reads them any more.
-    if (append && cell >= 0 && t.split == 0 && t.column0 == 0 && thread < 2 * S::QUADS) {
-        const bool of_v = thread >= S::QUADS;
-        char *const row = row_of(of_v ? a.v : a.k, t.kv_head, cell, 0);
-        gstore((u32x2 *)row + thread % S::QUADS,
-               lget((const u32x2 *)(fresh + of_v * S::STRIDE) + thread % S::QUADS));
+    if (append && cell >= 0 && t.split == 0 && t.column0 == 0) {
+        attend_group_append<D>(a, t.kv_head, cell, fresh);
     }
 
     if (run.n_runs > 1) {
-        float *const results = a.work + (int64_t)t.tile_index * a.n_splits * S::RESULT,
-                     *const to = results + t.split * S::RESULT;
-        for (int i = thread; i < n_there * S::QUADS; i += ROCQ_K_GROUP_THREADS) {
-            const int column = i / S::QUADS, d = i % S::QUADS * 4;
-            const attend_group_sum r = attend_group_add_waves<D>(sums, m_l, column, d);
-            gstore((u32x4 *)(to + 2 * S::COLUMNS) + i, attend_group_words(r));
-            if (d == 0) {
-                gstore((u32x2 *)to + column, make2(bits<uint32_t>(r.m), bits<uint32_t>(r.l)));
-            }
-        }
+        float *const results = a.work + (int64_t)t.tile_index * a.n_splits * S::RESULT;
+        attend_group_put_run<D>(results + t.split * S::RESULT, sums, m_l, n_there);
         uint32_t *const counter = a.counter + t.tile_index;
         if (block_ticket(counter, (uint32_t *)(at + S::WORD_AT)) != (uint32_t)run.n_runs - 1)
             return;
@@ -8498,16 +8685,7 @@ template <int D> DEV void attend_group(const rocq_k_attention_args &a) {
         attend_group_add_runs<D>(results, run.n_runs, n_there, sums, m_l);
         block_sync_lds();
     }
-    for (int first_quad = 0; first_quad < n_there * S::QUADS; first_quad += ROCQ_K_GROUP_THREADS) {
-        const int i = first_quad + thread, column = min(i / S::QUADS, n_there - 1),
-                  d = i % S::QUADS * 4, head = t.kv_head * a.group + t.column0 + column;
-        attend_group_sum r = attend_group_add_waves<D>(sums, m_l, column, d);
-        const float share = r.l != 0.0f ? rcp_fast(r.l) : 0.0f;
-#pragma unroll
-        for (int e = 0; e < 4; e++) r.x[e] = r.l != 0.0f ? r.x[e] * share : 0.0f;
-        put4(a.out, is_wide(a.out), row_of(a.out, head, 0, t.seq),
-             (uint32_t)(head + a.n_heads * t.seq), d, i < n_there * S::QUADS ? 4 : 0, r.x);
-    }
+    attend_group_put_out<D>(a, t, sums, m_l, n_there);
 }
 
 // Decode is bound by memory, so a wave has K and V of its next tile in flight while it works on
@@ -8996,6 +9174,61 @@ template <int N> DEV void attend_tiles_held(frag_c (&c)[N]) {
     for (int i = 0; i < 8 * N; i++) held(c[i / 8].v[i % 8]);
 }
 
+// A wave's state before its first tile. own: the first of its 16 columns.
+template <int D>
+DEV void attend_tiles_begin(attend_tiles_state<D> &c, const rocq_k_attention_args &a,
+                            const attend_run &run, int own) {
+    matmul_clear(c.o);
+    const auto query = [&](int row) {
+        return attend_column_of(a, min(own + row, a.group * a.n_q - 1)).query;
+    };
+    c.all_low = attend_low(a, run.len, query(15));
+    c.all_high = min(attend_high(a, run.len, query(0)), run.end);
+#pragma unroll
+    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
+        c.low[i] = attend_low(a, run.len, query(frag_slot_row(i)));
+        c.high[i] = min(attend_high(a, run.len, query(frag_slot_row(i))), run.end);
+        c.m[i] = -INFINITY;
+        c.l[i] = 0.0f;
+    }
+}
+// S = Q K^T, and O += P V, of a group's 64 columns and a tile.
+template <int D>
+DEV void attend_tiles_multiply_k(frag_c (&s)[1][attend_tiles_shape<D>::N], const f16 *q,
+                                 const f16 *k) {
+    typedef attend_tiles_shape<D> S;
+    matmul_clear(s);
+    wmma_lds_begin();
+#pragma unroll
+    for (int c = 0; c < S::CHUNKS; c++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            wmma_tile<false, false>(s[0], q + c * 4096, k + c * (S::TILE * 64), i);
+    }
+    wmma_lds_end();
+}
+template <int D>
+DEV void attend_tiles_multiply_v(attend_tiles_state<D> &c,
+                                 const frag_rows (&p)[attend_tiles_shape<D>::N], const f16 *v) {
+    typedef attend_tiles_shape<D> S;
+#pragma unroll
+    for (int i = 0; i < S::N; i++) wmma_tile_rows<S::TILE>(c.o[0], p[i], v, i);
+    wmma_lds_end();
+}
+// P, from its weights in s.
+template <int D>
+DEV void attend_tiles_operand(frag_rows (&p)[attend_tiles_shape<D>::N],
+                              const frag_c (&s)[1][attend_tiles_shape<D>::N]) {
+#pragma unroll
+    for (int i = 0; i < attend_tiles_shape<D>::N; i++) p[i] = frag_rows_of(s[0][i]);
+}
+// O times the factors of its rows.
+template <int D>
+DEV void attend_tiles_scale(attend_tiles_state<D> &c, const float (&keep)[FRAG_ROW_SLOTS]) {
+#pragma unroll
+    for (int i = 0; i < 8 * (D / 16); i++) c.o[0][i / 8].v[i % 8] *= keep[frag_row_slot(i % 8)];
+}
+
 template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
     typedef attend_tiles_shape<D> S;
     LDS_GRANTED(u32x4, lds, ROCQ_K_ATTEND_LDS_BYTES(D, 256) / 16);
@@ -9026,41 +9259,16 @@ template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
     else attend_tiles_stage_q<D, ATTEND_WIDE>(q_tiles, a, t);
 
     attend_tiles_state<D> state;
-    matmul_clear(state.o);
-    const int own = t.column0 + group * 64 + matmul_wave() % 4 * 16;
-    const auto query = [&](int row) {
-        return attend_column_of(a, min(own + row, a.group * a.n_q - 1)).query;
-    };
-    state.all_low = attend_low(a, run.len, query(15));
-    state.all_high = min(attend_high(a, run.len, query(0)), run.end);
-#pragma unroll
-    for (int i = 0; i < FRAG_ROW_SLOTS; i++) {
-        state.low[i] = attend_low(a, run.len, query(frag_slot_row(i)));
-        state.high[i] = min(attend_high(a, run.len, query(frag_slot_row(i))), run.end);
-        state.m[i] = -INFINITY;
-        state.l[i] = 0.0f;
-    }
+    attend_tiles_begin(state, a, run, t.column0 + group * 64 + matmul_wave() % 4 * 16);
     const attend_score score = attend_score_of(a);
     const f16 *const own_q = q_tiles + group * (64 * D);
     frag_c s[1][S::N];
     frag_rows p[S::N];
     const auto multiply_k = [&](int tile) {
-        const f16 *const from = k_tiles + tile % 2 * S::KV;
-        matmul_clear(s);
-        wmma_lds_begin();
-#pragma unroll
-        for (int c = 0; c < S::CHUNKS; c++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                wmma_tile<false, false>(s[0], own_q + c * 4096, from + c * (S::TILE * 64), i);
-        }
-        wmma_lds_end();
+        attend_tiles_multiply_k<D>(s, own_q, k_tiles + tile % 2 * S::KV);
     };
     const auto multiply_v = [&](int tile) {
-        const f16 *const from = v_tiles + tile % 2 * S::KV;
-#pragma unroll
-        for (int i = 0; i < S::N; i++) wmma_tile_rows<S::TILE>(state.o[0], p[i], from, i);
-        wmma_lds_end();
+        attend_tiles_multiply_v<D>(state, p, v_tiles + tile % 2 * S::KV);
     };
     const auto arrived = [&]() {
         lds_written();
@@ -9074,8 +9282,7 @@ template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
         wmma_lds_wait();
         attend_tiles_held(s[0]);
         attend_tiles_weigh<D>(state, s, keep, score, run.begin);
-#pragma unroll
-        for (int i = 0; i < S::N; i++) p[i] = frag_rows_of(s[0][i]);
+        attend_tiles_operand<D>(p, s);
 #pragma unroll 1
         for (int tile = 0; tile + 1 < n; tile++) {
             copies_wait<0>();
@@ -9091,13 +9298,8 @@ template <int D> DEV void attend_tiles(const rocq_k_attention_args &a) {
             attend_tiles_held(s[0]);
             wmma_lds_wait();
             attend_tiles_held(state.o[0]);
-            if (moves) {
-#pragma unroll
-                for (int i = 0; i < 8 * (D / 16); i++)
-                    state.o[0][i / 8].v[i % 8] *= keep[frag_row_slot(i % 8)];
-            }
-#pragma unroll
-            for (int i = 0; i < S::N; i++) p[i] = frag_rows_of(s[0][i]);
+            if (moves) attend_tiles_scale<D>(state, keep);
+            attend_tiles_operand<D>(p, s);
         }
         copies_wait<0>();
         arrived();
@@ -11496,80 +11698,116 @@ DEV u32x4 conv_gather_w(const uint16_t *from, int left) {
     return make4(h[0] | h[1] << 16, h[2] | h[3] << 16, h[4] | h[5] << 16, h[6] | h[7] << 16);
 }
 
-template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
+// A block's tile: BM channels by BN positions; a wave has WM by WN of them, or TM by TN fragments.
+// LDS has a ring of BUFFERS tiles of w, then a patch.
+template <int BM> struct conv_f16_shape {
     enum {
         BN = ROCQ_K_CONV_W * ROCQ_K_CONV_H, FROM_LDS = WMMA_LDS && BM >= 64,
         WN = FROM_LDS ? BN : BM == 128 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16,
         TN = WN / 16, W_CHUNK = 8 * (BM + 1), W_TILE = CONV_W_CHUNKS * W_CHUNK,
-        N_W = (BM + CONV_LOAD_ROWS - 1) / CONV_LOAD_ROWS,
+        N_W = (BM + CONV_LOAD_ROWS - 1) / CONV_LOAD_ROWS, // a thread's vectors of w
         BUFFERS = CONV_AHEAD + 1, ALL = (BUFFERS * W_TILE + CONV_BK / 8 * CONV_CHUNK) / 8
     };
-    LDS(u32x4, tile, ALL);
+};
+// Where a thread finds w: vector `chunk` of a step in row `row` of the tile and in every
+// CONV_LOAD_ROWS-th from there on, which lie `own` bytes from w (conv_w_offsets). Rows past the
+// last repeat it.
+struct conv_f16_w {
+    const char *w;  // the tile's first row
+    int chunk, row;
+};
+// Where vector i of a thread goes in LDS. If the matrix unit reads it there, the 32 channels of a
+// wave are 16 of each of its tiles of 64 rows.
+template <int BM> DEV u32x4 *conv_f16_slot(f16 *wt, const conv_f16_w &from, int buffer, int i) {
+    typedef conv_f16_shape<BM> S;
+    const int r = from.row + i * CONV_LOAD_ROWS;
+    const int at = S::FROM_LDS && S::TM == 2 ? r / 32 * 16 + (r & 16) * 4 + (r & 15) : r;
+    return (u32x4 *)(wt + buffer * S::W_TILE + from.chunk * S::W_CHUNK) + at;
+}
+// Loads a thread's vectors of a step, into wr or straight into a tile of the ring.
+template <int BM, int N>
+DEV void conv_f16_load_w(u32x4 (&wr)[N], f16 *wt, const rocq_k_conv_args &a, const conv_f16_w &from,
+                         const uint32_t (&own)[N], const conv_step &at, int buffer) {
+    if (!a.w_wide || from.row >= BM) return;
+    const bool live = conv_channel(at) + 8 * from.chunk < a.c;
+    const char *const step = from.w + (live ? 2 * at.k : 0);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const u32x4 *const vector = (const u32x4 *)(step + own[i]);
+        if (COPIES_ASYNC) {
+            copy_async(conv_f16_slot<BM>(wt, from, buffer, i), vector, live);
+        } else {
+            wr[i] = make4(0, 0, 0, 0);
+            if (live) wr[i] = gload(vector);
+        }
+    }
+}
+// Puts them into the ring. Those that are not aligned are only loaded here.
+template <int BM, int N>
+DEV void conv_f16_store_w(u32x4 (&wr)[N], f16 *wt, const rocq_k_conv_args &a,
+                          const conv_f16_w &from, const uint32_t (&own)[N], const conv_step &at,
+                          int buffer) {
+    if (from.row >= BM) return;
+    if (a.w_wide) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            if (!COPIES_ASYNC) lput(conv_f16_slot<BM>(wt, from, buffer, i), wr[i]);
+        }
+        return;
+    }
+    const int left = a.c - (conv_channel(at) + 8 * from.chunk);
+    if (left <= -8) return; // channels are multiplied 16 at a time: up to there w is 0
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        wr[i] = conv_gather_w((const uint16_t *)(from.w + own[i]) + at.k, left);
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) lput(conv_f16_slot<BM>(wt, from, buffer, i), wr[i]);
+}
+
+// The patches that a block multiplies: numbers first to end - 1. Frames before x's first are zeros,
+// so their patches are skipped.
+struct conv_range {
+    int32_t first, end;
+};
+DEV conv_range conv_patches_of(const rocq_k_conv_args &a, const conv_place &p) {
+    const int32_t patches = a.kt * a.slices, missing = (a.kt - 1 - a.past - p.frame) * a.slices;
+    const int32_t first = patches * p.split / a.n_splits;
+    return {first < missing ? missing : first, patches * (p.split + 1) / a.n_splits};
+}
+
+template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
+    typedef conv_f16_shape<BM> S;
+    enum { FROM_LDS = S::FROM_LDS, WM = S::WM, WN = S::WN, TM = S::TM, TN = S::TN };
+    LDS(u32x4, tile, S::ALL);
     static_assert(16 * conv_pass_floats<TM>() <= (int)sizeof(tile), "conv_finish's work");
-    static_assert(BN <= ROCQ_K_CONV_PATCH, "a patch without halo");
-    f16 *const wt = (f16 *)tile, *const patch = wt + BUFFERS * W_TILE;
+    static_assert(S::BN <= ROCQ_K_CONV_PATCH, "a patch without halo");
+    f16 *const wt = (f16 *)tile, *const patch = wt + S::BUFFERS * S::W_TILE;
     if (a.tiles_m == 0) return;
     const conv_place p = conv_place_of(a, BM);
     const int t = (int)thread_index(), wave = matmul_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
-    const int chunk = t % CONV_W_CHUNKS, row = t / CONV_W_CHUNKS;
-
-    // w. Rows past the last repeat it. Where the matrix unit reads from LDS, the 32 channels of a
-    // wave are 16 of each of its tiles of 64 rows
     const uint32_t k = (uint32_t)(a.kt * a.kh * a.kw * a.c);
     const char *const w = (const char *)a.w + (int64_t)(p.w_row + p.m0) * k * 2;
     const uint32_t w_last = (uint32_t)(a.m - p.m0 < BM ? a.m - p.m0 : BM) - 1;
-    u32x4 wr[N_W];
-    const auto to_w = [&](int buffer, int i) {
-        const int r = row + i * CONV_LOAD_ROWS;
-        const int at = FROM_LDS && TM == 2 ? r / 32 * 16 + (r & 16) * 4 + (r & 15) : r;
-        return (u32x4 *)(wt + buffer * W_TILE + chunk * W_CHUNK) + at;
-    };
-    uint32_t own[N_W]; // bytes
-    conv_w_offsets(own, row, w_last, k, chunk);
+    const conv_f16_w from_w = {w, t % CONV_W_CHUNKS, t / CONV_W_CHUNKS};
+    uint32_t own[S::N_W];
+    conv_w_offsets(own, from_w.row, w_last, k, from_w.chunk);
+    u32x4 wr[S::N_W];
     const auto load_w = [&](const conv_step &at, int buffer) {
-        if (!a.w_wide || row >= BM) return;
-        const bool live = conv_channel(at) + 8 * chunk < a.c;
-        const char *const step = w + (live ? 2 * at.k : 0);
-#pragma unroll
-        for (int i = 0; i < N_W; i++) {
-            const u32x4 *const from = (const u32x4 *)(step + own[i]);
-            if (COPIES_ASYNC) {
-                copy_async(to_w(buffer, i), from, live);
-            } else {
-                wr[i] = make4(0, 0, 0, 0);
-                if (live) wr[i] = gload(from);
-            }
-        }
+        conv_f16_load_w<BM>(wr, wt, a, from_w, own, at, buffer);
     };
     const auto store_w = [&](const conv_step &at, int buffer) {
-        if (row >= BM) return;
-        if (a.w_wide) {
-#pragma unroll
-            for (int i = 0; i < N_W; i++) {
-                if (!COPIES_ASYNC) lput(to_w(buffer, i), wr[i]);
-            }
-            return;
-        }
-        const int left = a.c - (conv_channel(at) + 8 * chunk);
-        if (left <= -8) return; // channels are multiplied 16 at a time: up to there w is 0
-#pragma unroll
-        for (int i = 0; i < N_W; i++) {
-            wr[i] = conv_gather_w((const uint16_t *)(w + own[i]) + at.k, left);
-        }
-#pragma unroll
-        for (int i = 0; i < N_W; i++) lput(to_w(buffer, i), wr[i]);
+        conv_f16_store_w<BM>(wr, wt, a, from_w, own, at, buffer);
     };
 
-    // Frames before x's first are zeros, so their patches are skipped
-    const int32_t patches = a.kt * a.slices, missing = (a.kt - 1 - a.past - p.frame) * a.slices;
-    const int32_t first = patches * p.split / a.n_splits;
-    const int32_t end = patches * (p.split + 1) / a.n_splits;
+    const conv_range patches = conv_patches_of(a, p);
+    const int32_t end = patches.end;
     const bool common = a.x_wide && conv_is_common(a.x_activation);
     const bool has_work = p.m0 + wm < a.m; // of the wave
     frag_c c[TM][TN];
     matmul_clear(c);
-    conv_step at = conv_step_of(a, first < missing ? missing : first);
+    conv_step at = conv_step_of(a, patches.first);
     const auto is_fresh = [&](const conv_step &s) {
         return s.half == 0 && (!a.halo || (s.i | s.j) == 0);
     };
@@ -11581,7 +11819,7 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         if (ahead.patch < end) load_w(ahead, free);
         copies_close();
         ahead = conv_next(a, ahead);
-        free = free + 1 == BUFFERS ? 0 : free + 1;
+        free = free + 1 == S::BUFFERS ? 0 : free + 1;
     };
     if (COPIES_ASYNC) {
         for (int i = 0; i < CONV_AHEAD; i++) begin_w();
@@ -11602,20 +11840,20 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         block_sync_lds();
         enum { N16 = CONV_W_BK / 16 };
         const int left = (a.c - conv_channel(at) + 15) / 16, n16 = left < N16 ? left : N16;
-        const f16 *const own_w = wt + buffer * W_TILE;
+        const f16 *const own_w = wt + buffer * S::W_TILE;
         const f16 *const own_z = patch + at.half * (CONV_W_CHUNKS * CONV_CHUNK) + at.tap * 8;
         if constexpr (FROM_LDS) {
             static_assert(N16 == 2, "n16 is 1 or 2");
-            if (n16 == 2) conv_multiply_lds<TM, 2>(c, own_w, W_CHUNK, own_z, a.patch_w);
-            else conv_multiply_lds<TM, 1>(c, own_w, W_CHUNK, own_z, a.patch_w);
+            if (n16 == 2) conv_multiply_lds<TM, 2>(c, own_w, S::W_CHUNK, own_z, a.patch_w);
+            else conv_multiply_lds<TM, 1>(c, own_w, S::W_CHUNK, own_z, a.patch_w);
         }
         at = conv_next(a, at);
-        buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
+        buffer = buffer + 1 == S::BUFFERS ? 0 : buffer + 1;
         if (COPIES_ASYNC || !is_fresh(at)) begin_w();
         if constexpr (FROM_LDS) {
             wmma_lds_wait();
         } else if (has_work) {
-            conv_multiply<TM, TN>(c, own_w + wm * 8, W_CHUNK,
+            conv_multiply<TM, TN>(c, own_w + wm * 8, S::W_CHUNK,
                                   own_z + wn / 8 * a.patch_w * 8, a.patch_w * 8, n16);
         }
     }
@@ -11864,14 +12102,86 @@ DEV void conv_lds_finish(const rocq_k_conv_args &a, const conv_place &p, bool ha
         }
     }
 }
-// SIDE: 3, or 2 for folded weights.
+// The patch of a tile, of which a thread copies a vector at every 16th position. SIDE: 3, or 2 for
+// folded weights.
+template <int SIDE> struct conv_lds_small_patch {
+    enum {
+        W = ROCQ_K_CONV_W + SIDE - 1, H = ROCQ_K_CONV_H + SIDE - 1, N = W * H,
+        PIECES = (N + 15) / 16
+    };
+};
+// Which vector a thread copies, and whether it is there in LDS, and live in w and x. own: the
+// thread's index in its group.
+struct conv_lds_vectors {
+    int own, vector;
+    bool there, live;
+};
+// Copies all weights of a phase, from row w_row on: columns of BM rows, for each tap `columns` of 8
+// channels.
+template <int BM, int SIDE>
+DEV void conv_lds_copy_w(f16 *w, const rocq_k_conv_args &a, int32_t w_row, int columns,
+                         const conv_lds_vectors &v) {
+    enum { W_CHUNK = conv_lds_w_chunk<BM>() };
+    const int n_groups = (int)n_threads() / 128;
+    const uint32_t k = SIDE * SIDE * (uint32_t)a.c;
+    const uint16_t *const w_phase = (const uint16_t *)a.w + (int64_t)w_row * k;
+#pragma unroll 2
+    for (int i = (int)thread_index() / 8; v.there && i < BM * SIDE * SIDE; i += 16 * n_groups) {
+        const int row = i % BM, tap = i / BM;
+        const bool inside = v.live && row < a.m;
+        const uint32_t from = (uint32_t)row * k + (uint32_t)(tap * a.c + 8 * v.vector);
+        copy_async((u32x4 *)(w + (columns * tap + v.vector) * W_CHUNK) + row,
+                   (const u32x4 *)(w_phase + (inside ? from : 0)), inside);
+    }
+}
+// Where x has the thread's vectors of a tile, in bytes. A tile's first row and column are even, so
+// that with `upsample` positions of x lie alike in all tiles.
+template <int SIDE, int PIECES>
+DEV void conv_lds_offsets(int32_t (&offsets)[PIECES], const rocq_k_conv_args &a,
+                          const conv_place &place, const conv_lds_vectors &v) {
+    enum { W = conv_lds_small_patch<SIDE>::W };
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int q = v.own / 8 + 16 * i, py = q / W;
+        offsets[i] = ((py - place.pad_y) >> a.upsample) * (int32_t)a.x.stride[1] +
+                     ((q - py * W - place.pad_x) >> a.upsample) * (int32_t)a.x.stride[0] +
+                     (v.live ? 16 * v.vector : 0);
+    }
+}
+// Copies a tile's patch, if it is there: by the offsets, or at the edges of z position by position.
+template <int SIDE, int PIECES>
+DEV void conv_lds_copy_patch(f16 *patch, const rocq_k_conv_args &a, const conv_place &p,
+                             const conv_lds_vectors &v, const int32_t (&offsets)[PIECES],
+                             bool there) {
+    typedef conv_lds_small_patch<SIDE> S;
+    u32x4 *const to = (u32x4 *)(patch + v.vector * CONV_CHUNK) + v.own / 8;
+    const int32_t zx = p.ox0 - p.pad_x, zy = p.oy0 - p.pad_y;
+    const bool inner = zx >= 0 && zy >= 0 && zx + S::W <= a.z_w && zy + S::H <= a.z_h;
+    if (there && inner) {
+        const char *const from = (const char *)a.x.data + p.frame * a.x.stride[2] +
+                                 (p.oy0 >> a.upsample) * a.x.stride[1] +
+                                 (p.ox0 >> a.upsample) * a.x.stride[0];
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            if (16 * i + 15 >= S::N && v.own / 8 >= S::N - 16 * i) break;
+            copy_async(to + 16 * i, (const u32x4 *)(from + offsets[i]), v.live);
+        }
+    } else if (there) {
+        const conv_patch from = conv_patch_of(a, p, conv_step_of(a, 0));
+#pragma unroll 4
+        for (int q = v.own / 8; q < S::N; q += 16) {
+            const conv_position at = conv_position_of(a, from, q);
+            const char *row = from.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
+            copy_async(to + q - v.own / 8, (const u32x4 *)row + (v.live ? v.vector : 0),
+                       at.inside && v.live);
+        }
+    }
+}
+
 template <int BM, int SIDE> DEV void conv_lds_small(const rocq_k_conv_args &a) {
     enum {
-        W_CHUNK = conv_lds_w_chunk<BM>(), W_ALL = ROCQ_K_CONV_LDS_TAPS * 8 * W_CHUNK,
-        PATCH = CONV_BK / 8 * CONV_CHUNK, PATCH_W = ROCQ_K_CONV_W + SIDE - 1,
-        PATCH_H = ROCQ_K_CONV_H + SIDE - 1, PATCH_N = PATCH_W * PATCH_H,
-        PIECES = (PATCH_N + 15) / 16, MOST = ROCQ_K_CONV_LDS_GROUPS,
-        PHASES = SIDE == 2 ? 4 : 1
+        W_ALL = ROCQ_K_CONV_LDS_TAPS * 8 * conv_lds_w_chunk<BM>(), PATCH = CONV_BK / 8 * CONV_CHUNK,
+        MOST = ROCQ_K_CONV_LDS_GROUPS, PHASES = SIDE == 2 ? 4 : 1
     };
     static_assert(2 * (W_ALL + 2 * MOST * PATCH) == ROCQ_K_CONV_LDS_BYTES(BM, MOST), "LDS");
     static_assert(4 * CONV_LDS_STRIDE * 64 <= 2 * PATCH, "sums of half a tile");
@@ -11879,28 +12189,17 @@ template <int BM, int SIDE> DEV void conv_lds_small(const rocq_k_conv_args &a) {
     if (a.tiles_m == 0) return;
     if (!a.w_ahead) launch_begin();
     const int n_groups = (int)n_threads() / 128;
-    const int t = (int)thread_index(), group = matmul_wave() / 4, own = t % 128, vector = own % 8;
+    const int group = matmul_wave() / 4, own = (int)thread_index() % 128, vector = own % 8;
     f16 *const w = (f16 *)tile, *const patches = w + W_ALL + group * 2 * PATCH;
     const bool deep = a.c > 32; // else 32 channels are multiplied; past C there are zeros
     const int columns = deep ? 8 : 4;
-    const bool there = vector < columns, live = 8 * vector < a.c;
-
+    const conv_lds_vectors copied = {own, vector, vector < columns, 8 * vector < a.c};
     const int32_t index = (int32_t)(a.common.block0 + block_index());
     const int32_t first = index / PHASES; // of the blocks of its phase
     conv_place place;
     conv_place_phase(a, place, index % PHASES);
 
-    // Weights: columns of 64 rows, for each tap `columns` of 8 channels
-    const uint32_t k = SIDE * SIDE * (uint32_t)a.c;
-    const uint16_t *const w_phase = (const uint16_t *)a.w + (int64_t)place.w_row * k;
-#pragma unroll 2
-    for (int i = t / 8; there && i < BM * SIDE * SIDE; i += 16 * n_groups) {
-        const int row = i % BM, tap = i / BM;
-        const bool inside = live && row < a.m;
-        const uint32_t from = (uint32_t)row * k + (uint32_t)(tap * a.c + 8 * vector);
-        copy_async((u32x4 *)(w + (columns * tap + vector) * W_CHUNK) + row,
-                   (const u32x4 *)(w_phase + (inside ? from : 0)), inside);
-    }
+    conv_lds_copy_w<BM, SIDE>(w, a, place.w_row, columns, copied);
     if (a.w_ahead) launch_begin();
     launch_next();
     const int32_t frame_tiles = a.tiles_x * a.tiles_y;
@@ -11915,40 +12214,11 @@ template <int BM, int SIDE> DEV void conv_lds_small(const rocq_k_conv_args &a) {
         p.oy0 = row * ROCQ_K_CONV_H;
         return p;
     };
-    // A thread copies a vector of every 16th position. A tile's first row and column are even, so
-    // that with `upsample` positions of x lie alike in all tiles.
-    int32_t offsets[PIECES]; // bytes
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-        const int q = own / 8 + 16 * i, py = q / PATCH_W;
-        offsets[i] = ((py - place.pad_y) >> a.upsample) * (int32_t)a.x.stride[1] +
-                     ((q - py * PATCH_W - place.pad_x) >> a.upsample) * (int32_t)a.x.stride[0] +
-                     (live ? 16 * vector : 0);
-    }
+    int32_t offsets[conv_lds_small_patch<SIDE>::PIECES];
+    conv_lds_offsets<SIDE>(offsets, a, place, copied);
     const auto load = [&](int32_t number, const conv_place &p, f16 *patch) {
-        u32x4 *const to = (u32x4 *)(patch + vector * CONV_CHUNK) + own / 8;
-        const int32_t zx = p.ox0 - p.pad_x, zy = p.oy0 - p.pad_y;
-        const bool inner =
-            zx >= 0 && zy >= 0 && zx + PATCH_W <= a.z_w && zy + PATCH_H <= a.z_h;
-        if (number < a.tile_end && there && inner) {
-            const char *const from = (const char *)a.x.data + p.frame * a.x.stride[2] +
-                                     (p.oy0 >> a.upsample) * a.x.stride[1] +
-                                     (p.ox0 >> a.upsample) * a.x.stride[0];
-#pragma unroll
-            for (int i = 0; i < PIECES; i++) {
-                if (16 * i + 15 >= PATCH_N && own / 8 >= PATCH_N - 16 * i) break;
-                copy_async(to + 16 * i, (const u32x4 *)(from + offsets[i]), live);
-            }
-        } else if (number < a.tile_end && there) {
-            const conv_patch from = conv_patch_of(a, p, conv_step_of(a, 0));
-#pragma unroll 4
-            for (int q = own / 8; q < PATCH_N; q += 16) {
-                const conv_position at = conv_position_of(a, from, q);
-                const char *row = from.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
-                copy_async(to + q - own / 8, (const u32x4 *)row + (live ? vector : 0),
-                           at.inside && live);
-            }
-        }
+        const bool there = number < a.tile_end && copied.there;
+        conv_lds_copy_patch<SIDE>(patch, a, p, copied, offsets, there);
         copies_close();
     };
     const int32_t behind = a.tile_end - a.tile0 - first; // tiles from the block's first on
@@ -12094,10 +12364,43 @@ DEV void conv_lds_128_finish(const rocq_k_conv_args &a, const conv_place &p, fra
         }
     }
 }
+// Where a thread finds w: vector thread % 8 of row thread / 8 of the tile and of every 32nd from
+// there on.
+struct conv_lds_source {
+    const char *at; // of the first tap
+    uint32_t live;  // bits
+};
+DEV conv_lds_source conv_lds_source_of(const rocq_k_conv_args &a, const conv_lds_patch &n,
+                                       uint32_t k) {
+    const int t = (int)thread_index(), vector = t % 8;
+    conv_lds_source from = {(const char *)a.w, 0};
+    const int32_t row = n.p.m0 + t / 8;
+    if (n.tile >= a.tile_end || 64 * n.at.slice + 8 * vector >= a.c) return from;
+    from.at += 2 * ((int64_t)(n.p.w_row + row) * k + n.at.k + 8 * vector);
+#pragma unroll
+    for (int i = 0; i < 4; i++) from.live |= (uint32_t)(row + 32 * i < a.m) << i;
+    return from;
+}
+// Copies a patch, or the part of it that is `count` times 32 positions, from 32 times `begin` on.
+enum { CONV_LDS_COPIES = (ROCQ_K_CONV_LDS_PATCH + 31) / 32 };
+DEV void conv_lds_copy_z(f16 *patch, const rocq_k_conv_args &a, int32_t slice,
+                         const conv_patch &from, int begin = 0, int count = CONV_LDS_COPIES) {
+    const int t = (int)thread_index(), vector = t % 8;
+    const int32_t c = 64 * slice + 8 * vector;
+    const bool live = c < a.c;
+    for (int i = begin; i < begin + count && i < CONV_LDS_COPIES; i++) {
+        const int q = t / 8 + 32 * i;
+        if (q >= a.patch_n) break;
+        const conv_position at = conv_position_of(a, from, q);
+        const char *row = from.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
+        copy_async((u32x4 *)(patch + vector * CONV_LDS_Z) + q,
+                   (const u32x4 *)row + (live ? c / 8 : 0), at.inside && live);
+    }
+}
 DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
     enum {
         W_TILE = 8 * CONV_LDS_W, STAGES = ROCQ_K_CONV_LDS_STAGES, AHEAD = STAGES - 2,
-        PATCH = 8 * CONV_LDS_Z, COPIES = (ROCQ_K_CONV_LDS_PATCH + 31) / 32 // of 32 positions
+        PATCH = 8 * CONV_LDS_Z
     };
     static_assert(2 * (STAGES * W_TILE + 2 * PATCH) + 2 * 4 * CONV_LDS_STRIDE * 64 ==
                   ROCQ_K_CONV_LDS_128_BYTES, "LDS");
@@ -12108,21 +12411,7 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
     float *const work = (float *)(patches + 2 * PATCH) + group * 64 * CONV_LDS_STRIDE;
     const int n_taps = a.kw * a.kh;
 
-    // Where a thread finds its vectors of w: rows t / 8, and every 32nd from there on
-    struct w_source {
-        const char *at; // of the first tap
-        uint32_t live;  // bits
-    };
     const uint32_t k = (uint32_t)(a.kt * n_taps * a.c), apart = 64 * k; // bytes
-    const auto w_of = [&](const conv_lds_patch &n) {
-        w_source from = {(const char *)a.w, 0};
-        const int32_t row = n.p.m0 + t / 8;
-        if (n.tile >= a.tile_end || 64 * n.at.slice + 8 * vector >= a.c) return from;
-        from.at += 2 * ((int64_t)(n.p.w_row + row) * k + n.at.k + 8 * vector);
-#pragma unroll
-        for (int i = 0; i < 4; i++) from.live |= (uint32_t)(row + 32 * i < a.m) << i;
-        return from;
-    };
     const auto load_w = [&](const char *at, uint32_t rows, int tap, int stage) {
         u32x4 *const to = (u32x4 *)(wt + stage * W_TILE + vector * CONV_LDS_W) + t / 8;
         if (rows) at += 2 * tap * a.c;
@@ -12132,27 +12421,14 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
             copy_async(to + 32 * i, (const u32x4 *)(at + (live ? i * apart : 0)), live);
         }
     };
-    const auto load_z = [&](const conv_lds_patch &n, const conv_patch &from, f16 *patch, int begin,
-                            int count) {
-        const int32_t c = 64 * n.at.slice + 8 * vector;
-        const bool live = c < a.c;
-        for (int i = begin; i < begin + count && i < COPIES; i++) {
-            const int q = t / 8 + 32 * i;
-            if (q >= a.patch_n) break;
-            const conv_position at = conv_position_of(a, from, q);
-            const char *row = from.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
-            copy_async((u32x4 *)(patch + vector * CONV_LDS_Z) + q,
-                       (const u32x4 *)row + (live ? c / 8 : 0), at.inside && live);
-        }
-    };
-    const int per_step = (COPIES + n_taps - 4) / (n_taps - 3);
+    const int per_step = (CONV_LDS_COPIES + n_taps - 4) / (n_taps - 3);
 
     conv_lds_patch own =
         conv_lds_tile(a, a.tile0 + (int32_t)(a.common.block0 + block_index()));
-    w_source w = w_of(own);
+    conv_lds_source w = conv_lds_source_of(a, own, k);
     for (int i = 0; i < AHEAD; i++) {
         load_w(w.at, w.live, i, i);
-        if (i == 0) load_z(own, conv_patch_of(a, own.p, own.at), patches, 0, COPIES);
+        if (i == 0) conv_lds_copy_z(patches, a, own.at.slice, conv_patch_of(a, own.p, own.at));
         copies_close();
     }
     frag_c c[1][4 * CONV_LDS_PASSES];
@@ -12167,7 +12443,7 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
 #pragma unroll 1
         while (!last) {
             const conv_lds_patch next = conv_lds_next(a, own);
-            const w_source next_w = w_of(next);
+            const conv_lds_source next_w = conv_lds_source_of(a, next, k);
             const conv_patch from = conv_patch_of(a, next.p, next.at);
             const int32_t left = a.c - 64 * own.at.slice;
             last = next.tile != own.tile;
@@ -12186,7 +12462,9 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
                 const bool same = tap + AHEAD < n_taps;
                 load_w(same ? w.at : next_w.at, same ? w.live : next_w.live,
                        tap + AHEAD - (same ? 0 : n_taps), ahead);
-                if (tap > 0 && more) load_z(next, from, other, (tap - 1) * per_step, per_step);
+                if (tap > 0 && more) {
+                    conv_lds_copy_z(other, a, next.at.slice, from, (tap - 1) * per_step, per_step);
+                }
                 copies_close();
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
                 ahead = ahead + 1 == STAGES ? 0 : ahead + 1;
@@ -12822,6 +13100,52 @@ DEV uint32_t backward_unit_of(const backward_place &at, uint32_t row_units, uint
     return unit < row_units ? unit : row_units - 1;
 }
 
+// What a thread loads of an a with r innermost: chunk `chunk` of 8 r of a step, of row `row` of the
+// tile and every 16th from there on. Rows past the last repeat it.
+struct backward_rows {
+    const char *first; // the tile's first row
+    uint32_t bytes;    // from row to row
+    uint32_t last;     // row of the tile
+    int chunk, row;
+};
+DEV void backward_load_rows(const backward_rows &from, uint32_t r, uint32_t n_r, u32x4 (&v)[8]) {
+    const uint32_t e = r + 8 * (uint32_t)from.chunk, e_last = (n_r - 1) & ~7u;
+    const uint32_t at = (e < e_last ? e : e_last) * 2, most = from.last * from.bytes + at;
+    const uint32_t first = (uint32_t)from.row * from.bytes + at;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; i++) {
+        const uint32_t offset = first + 16 * i * from.bytes;
+        v[i] = gload((const u32x4 *)(from.first + (offset < most ? offset : most)));
+    }
+}
+DEV void backward_store_rows(f16 *to, const backward_rows &from, uint32_t r, uint32_t n_r,
+                             bool tail, const u32x4 (&v)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        u32x4 *const own = (u32x4 *)(to + (from.row + 16 * i) * BACKWARD_ROW) + from.chunk;
+        lput(own, tail ? matmul_mask_halves(v[i], r + 8 * (uint32_t)from.chunk, n_r) : v[i]);
+    }
+}
+// What a thread loads of a planar b: unit `unit` of two neighbouring r, from `first` on. Past the
+// last r it loads that again, and stores zeros.
+template <int F>
+DEV void backward_load_units(raw<F> (&to)[2], const planes<F> &p, uint32_t row_units, uint32_t unit,
+                             uint32_t first, uint32_t n_r) {
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++) {
+        const uint32_t own_r = first + i < n_r ? first + i : n_r - 1;
+        to[i] = load_raw(planes_at(p, (int64_t)own_r * row_units), unit);
+    }
+}
+template <int F>
+DEV void backward_store_units(f16 *to, const raw<F> (&from)[2], uint32_t unit, uint32_t first,
+                              uint32_t n_r) {
+    uint32_t w[2][16];
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++) backward_unit<F>(from[i], unit, first + i < n_r, w[i]);
+    backward_store_pairs(w, to);
+}
+
 enum { BACKWARD_LDS = 2 * BACKWARD_TILE * BACKWARD_ROW / 8 }; // u32x4
 static_assert(4 * 32 * BACKWARD_STRIDE <= 16 * BACKWARD_LDS, "backward_finish's work");
 // F: the format of b. TURNED: dw, for which a is transposed, with rows innermost; else dx.
@@ -12853,35 +13177,17 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
     const uint32_t unit = backward_unit_of(at, row_units, (uint32_t)t % 4);
     if constexpr (!PLAIN) p = planes_of<F>(a.b, a.b_units, a.format);
 
-    // a with r innermost: 8 chunks of 8 r of every 16th row; past the last, that one
-    const int a_chunk = t % 8, a_row = t / 8;
-    const uint32_t a_bytes = (uint32_t)a.a_stride * 2;
+    // a with r innermost
     const uint32_t a_last = (uint32_t)(a.n_rows - at.row0 < TILE ? a.n_rows - at.row0 : TILE) - 1;
-    const char *const a_first = (const char *)a.a + (int64_t)at.row0 * a.a_stride * 2;
+    const backward_rows rows_a = {(const char *)a.a + (int64_t)at.row0 * a.a_stride * 2,
+                                  (uint32_t)a.a_stride * 2, a_last, t % 8, t / 8};
 
     const auto load = [&](uint32_t step) {
         const uint32_t r = step * BK;
-        if constexpr (PLAIN) {
-            backward_load(from_b, r, group, n_r, bv);
-        } else {
-#pragma unroll
-            for (uint32_t i = 0; i < 2; i++) {
-                const uint32_t own_r = r + pair_r + i < n_r ? r + pair_r + i : n_r - 1;
-                br[i] = load_raw(planes_at(p, (int64_t)own_r * row_units), unit);
-            }
-        }
-        if constexpr (TURNED) {
-            backward_load(from_a, r, group, n_r, av);
-        } else {
-            const uint32_t e = r + 8 * (uint32_t)a_chunk, e_last = (n_r - 1) & ~7u;
-            const uint32_t from = (e < e_last ? e : e_last) * 2, most = a_last * a_bytes + from;
-            const uint32_t first = (uint32_t)a_row * a_bytes + from;
-#pragma unroll
-            for (uint32_t i = 0; i < 8; i++) {
-                const uint32_t offset = first + 16 * i * a_bytes;
-                av[i] = gload((const u32x4 *)(a_first + (offset < most ? offset : most)));
-            }
-        }
+        if constexpr (PLAIN) backward_load(from_b, r, group, n_r, bv);
+        else backward_load_units<F>(br, p, row_units, unit, r + pair_r, n_r);
+        if constexpr (TURNED) backward_load(from_a, r, group, n_r, av);
+        else backward_load_rows(rows_a, r, n_r, av);
     };
     const auto store = [&](uint32_t step) {
         const uint32_t r = step * BK;
@@ -12890,24 +13196,15 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t b
             if (tail) backward_clear_tail(r, group, n_r, bv);
             backward_store_transposed(bv, own);
         } else {
-            uint32_t w[2][16];
-#pragma unroll
-            for (uint32_t i = 0; i < 2; i++) {
-                backward_unit<F>(br[i], unit, r + pair_r + i < n_r, w[i]);
-            }
             f16 *const to = bt + ((t % 4 & 2) * 32 + (t & 1) * 4) * ROW + pair_r;
-            backward_store_pairs(w, to);
+            backward_store_units<F>(to, br, unit, r + pair_r, n_r);
         }
         keep_order(); // one operand is transposed at a time
         if constexpr (TURNED) {
             if (tail) backward_clear_tail(r, group, n_r, av);
             backward_store_transposed(av, own + TILE * ROW);
         } else {
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                u32x4 *const to = (u32x4 *)(at_a + (a_row + 16 * i) * ROW) + a_chunk;
-                lput(to, tail ? matmul_mask_halves(av[i], r + 8 * (uint32_t)a_chunk, n_r) : av[i]);
-            }
+            backward_store_rows(at_a, rows_a, r, n_r, tail, av);
         }
     };
 
@@ -13095,6 +13392,32 @@ DEV rocq_k_matmul_product backward_product(const rocq_k_backward_part &a) {
     return w;
 }
 
+// Stores a thread's 8 by 8 sums, one of its rows at a time, by way of LDS: bt has the 16 rows of a
+// pass, of which a wave takes every eighth. It has barriers.
+DEV void backward_f32_finish(const rocq_k_backward_part &a, const backward_place &at,
+                             const float (&c)[8][8], float *bt, int tk, int trow) {
+    enum { STRIDE = BACKWARD_F32_STRIDE };
+    const int wave = matmul_wave();
+#pragma unroll 1
+    for (int pass = 0; pass < 8; pass++) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            if (j != pass) continue;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                lput(bt + trow * STRIDE + i / 4 * 64 + 4 * tk + i % 4, c[i][j]);
+            }
+        }
+        block_sync_lds();
+#pragma unroll 1
+        for (int column = wave; column < 16; column += 8) {
+            const int64_t row = at.row0 + pass / 4 * 64 + 4 * column + pass % 4;
+            backward_put_rows<1>(a, at, bt + column * STRIDE, 0, [=](int) { return row; });
+        }
+        block_sync_lds();
+    }
+}
+
 template <bool TURNED>
 DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, float *bt,
                              float *at_a) {
@@ -13165,24 +13488,7 @@ DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, floa
         block_sync_lds();
     }
     if (sums_db) backward_end_db(a, at, at.row0 + t, db);
-#pragma unroll 1
-    for (int pass = 0; pass < 8; pass++) { // one of every thread's 8 rows
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            if (j != pass) continue;
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                lput(bt + trow * STRIDE + i / 4 * 64 + 4 * tk + i % 4, c[i][j]);
-            }
-        }
-        block_sync_lds();
-#pragma unroll 1
-        for (int column = wave; column < 16; column += 8) {
-            const int64_t row = at.row0 + pass / 4 * 64 + 4 * column + pass % 4;
-            backward_put_rows<1>(a, at, bt + column * STRIDE, 0, [=](int) { return row; });
-        }
-        block_sync_lds();
-    }
+    backward_f32_finish(a, at, c, bt, tk, trow);
 }
 
 KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
@@ -13522,6 +13828,27 @@ DEV void back_weigh(float (&p)[8], const frag_c &x, const back_score &score, con
     }
 }
 
+// Stores what a wave has summed up of its positions from `first` on: dV of role 0, dK of role 1.
+template <int D>
+DEV void back_put_kv(const rocq_k_attention_backward_args &a,
+                     const frag_c (&sum)[back_shape<D>::KEY_FRAGS][back_shape<D>::FRAGS], int role,
+                     int head_seq, int first) {
+    typedef back_shape<D> S;
+    const rocq_k_attention_backward_args &b = reread(a);
+    const rocq_k_tensor &to = role == 0 ? b.dv : b.dk;
+    const float scale = role == 0 ? 1.0f : b.scale;
+    const int kv_head = head_seq % b.n_kv_heads, seq = head_seq / b.n_kv_heads;
+#pragma unroll
+    for (int key = 0; key < S::KEY_FRAGS; key++) {
+#pragma unroll
+        for (int v = 0; v < 8; v++) {
+            const int j = first + 16 * key + frag_row(v);
+            if (j >= b.n_kv) continue;
+            back_put_row(to, row_of(to, kv_head, j, seq), sum[key], v, b.head_dim, scale);
+        }
+    }
+}
+
 // dK and dV of the block's positions.
 template <int D>
 DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block, u32x4 *tile) {
@@ -13601,19 +13928,7 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
         back_add(sum, operand, images + 2 * S::IMAGE);
     }
 
-    const rocq_k_attention_backward_args &b = reread(a);
-    const rocq_k_tensor &to = role == 0 ? b.dv : b.dk;
-    const float scale = role == 0 ? 1.0f : b.scale;
-    const int kv_head = head_seq % b.n_kv_heads, seq = head_seq / b.n_kv_heads;
-#pragma unroll
-    for (int key = 0; key < S::KEY_FRAGS; key++) {
-#pragma unroll
-        for (int v = 0; v < 8; v++) {
-            const int j = first + 16 * key + frag_row(v);
-            if (j >= b.n_kv) continue;
-            back_put_row(to, row_of(to, kv_head, j, seq), sum[key], v, b.head_dim, scale);
-        }
-    }
+    back_put_kv<D>(a, sum, role, head_seq, first);
 }
 
 // Of each column of the lane: lse and delta, and the positions from low to high - 1, which it sees.
@@ -13671,6 +13986,21 @@ DEV void back_weigh(float (&p)[8], frag_c &s, const back_score &score, const bac
         if (hides && (j < side.low[slot] || j >= side.high[slot])) p[v] = 0.0f;
     }
     back_bend(score, p, s);
+}
+
+// Stores dQ of a wave's 16 columns, from `column` on.
+template <int N>
+DEV void back_put_q(const rocq_k_attention_backward_args &a, const frag_c (&sum)[N], int head_seq,
+                    int column) {
+    const rocq_k_attention_backward_args &b = reread(a);
+    const int kv_head = head_seq % b.n_kv_heads, seq = head_seq / b.n_kv_heads;
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        const int c = column + frag_row(v);
+        if (c >= b.n_columns) continue;
+        char *const row = row_of(b.dq, kv_head * b.group + c % b.group, c / b.group, seq);
+        back_put_row(b.dq, row, sum, v, b.head_dim, b.scale);
+    }
 }
 
 // dQ of the block's columns.
@@ -13749,15 +14079,7 @@ DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, 
         }
     }
 
-    const rocq_k_attention_backward_args &b = reread(a);
-    const int kv_head = head_seq % b.n_kv_heads, seq = head_seq / b.n_kv_heads;
-#pragma unroll
-    for (int v = 0; v < 8; v++) {
-        const int c = column + frag_row(v);
-        if (c >= b.n_columns) continue;
-        char *const row = row_of(b.dq, kv_head * b.group + c % b.group, c / b.group, seq);
-        back_put_row(b.dq, row, sum, v, b.head_dim, b.scale);
-    }
+    back_put_q(a, sum, head_seq, column);
 }
 
 #define ROCQ_X(X, d)                                                                            \
