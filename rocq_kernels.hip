@@ -2811,8 +2811,8 @@ template <int F, int N> DEV constexpr bool is_iq1() {
     return N == 1 && (F == ROCQ_IQ1_S || F == ROCQ_IQ1_M);
 }
 // The dots of both halves. With a digit t of 0 to 2 a code is 8 (t - 1) + 1, or 8 (t - 1) - 1 where
-// iq1_lower says so. So the dot of eight codes is that of 8 t, less 7 or 9 times the sum of x, which
-// the compiler computes once for all rows.
+// iq1_lower says so. So the dot of eight codes is that of 8 t, less 7 or 9 times the sum of x, a sum
+// that the compiler computes once for all rows.
 template <int F> DEV void iq1_dots(const uint32_t q[8], const matvec_x &x, int dot[2]) {
     const int ones = 0x01010101;
 #pragma unroll
@@ -3100,7 +3100,7 @@ enum { X_IN_MEMORY, X_OF_EXPERTS, X_IN_LDS };
 // LDS (4096 x 4096), if it is unrolled in those formats whose units need few registers. With x in
 // memory and the registers of matvec_waves it takes 0.83 to 1.0 (4096 x 14336), but Q8_0, Q2_K and
 // MXFP4 take 1.0 to 1.1. Experts take 0.96 to 1.08 for one token and 1.02 to 1.07 for four.
-constexpr int matvec_unrolled(int format, int n, int x) {
+constexpr int matvec_unrolling(int format, int n, int x) {
     const bool small = format == ROCQ_Q4_0 || format == ROCQ_Q4_1 || format == ROCQ_Q8_0 ||
                        format == ROCQ_Q2_K || format == ROCQ_Q3_K || format == ROCQ_Q4_K ||
                        format == ROCQ_IQ4_NL || format == ROCQ_MXFP4;
@@ -3108,6 +3108,9 @@ constexpr int matvec_unrolled(int format, int n, int x) {
     if (!WMMA_TILES || n > 1 || x == X_OF_EXPERTS || (x == X_IN_MEMORY && slower)) return 0;
     return x == X_IN_LDS && small ? 4 : 1;
 }
+// The same for device code, in which nvcc takes constants but no functions of the host.
+template <int F, int N, int FROM>
+static constexpr int matvec_unrolled = matvec_unrolling(F, N, FROM);
 
 // Adds to the lane's sums; sums[ROWS c + r] is of row r and column c. Loads return in the order in
 // which they are issued, so the loads of x are issued before those loads of w that are needed
@@ -3117,7 +3120,7 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
                           const u32x4 *row_x, const matvec_work &work, float *sums) {
     enum {
         ROWS = ROCQ_K_MATVEC_ROWS, SHARED = N > 1 || many_planes<F>(),
-        ROW = FROM == X_IN_LDS, UNROLLED = matvec_unrolled(F, N, FROM), EARLY = UNROLLED == 0
+        ROW = FROM == X_IN_LDS, UNROLLED = matvec_unrolled<F, N, FROM>, EARLY = UNROLLED == 0
     };
     const int64_t units = a.k / 32;
     const matvec_rows<F, SHARED> rows = matvec_rows_of<F, SHARED>(w, n_units, units, work);
@@ -3922,7 +3925,7 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
 // The occupancy in waves a SIMD that the compiler has to allow for. It is the most for which
 // NVIDIA's compiler does not spill in the loop (8 waves: 64 registers a thread), but READ spills
 // some: IQ2_XXS at 4096x4096 takes 7.9 us so, and 10.1 with 6 waves (H200). On gfx11 all kernels
-// need far fewer registers than it permits. With 6 waves instead of 8 what matvec_unrolled unrolls
+// need far fewer registers than it permits. With 6 waves instead of 8 what matvec_unrolling unrolls
 // with x in memory has more loads under way: Q4_K at 4096x14336 takes 12.7 us instead of 16.7. A
 // matvec_row, which has more blocks, takes 13.8 instead of 11.3 at 14336x4096 (H200).
 constexpr int matvec_waves(int format, int n, bool int8, int x) {
@@ -3931,8 +3934,8 @@ constexpr int matvec_waves(int format, int n, bool int8, int x) {
     // Two columns at 14336x4096 on an H100: Q4_0 16.9 us, Q6_K 22.7; with 6 waves 21.2 and 27.5
     if (n > 1 || format == MATVEC_MIXED) return 4;
     if (plain || format == READ) return 8;
-    const bool loads = x == X_IN_MEMORY && matvec_unrolled(format, n, x) > 0;
-    return loads || format == ROCQ_Q5_K ? 6 : 8;
+    const bool unrolls = x == X_IN_MEMORY && matvec_unrolling(format, n, x) > 0;
+    return unrolls || format == ROCQ_Q5_K ? 6 : 8;
 }
 
 #define ROCQ_X(n, f, type, is_int8)                                        \
