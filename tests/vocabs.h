@@ -108,12 +108,15 @@ static inline void vocab_train(vocab *v, int32_t n, bool inside, const char *spa
     static uint16_t count[N][N];
     for (int32_t k = 0; k < n; k++) {
         int32_t best[2] = {0, 0}, most = 1;
-        memset(count, 0, sizeof count);
+        for (int32_t i = 0; i + 1 < v->n_symbols; i++) {
+            int32_t a = v->symbols[i], b = v->symbols[i + 1];
+            assert_true(a < N && b < N);
+            count[a][b] = 0; // and not all 4.5 MB
+        }
         for (int32_t i = 0; i + 1 < v->n_symbols; i++) {
             int32_t a = v->symbols[i], b = v->symbols[i + 1];
             bool starts = strncmp(v->text[b], space, strlen(space)) == 0 ||
                 strncmp(v->text[b], newline, strlen(newline)) == 0;
-            assert_true(a < N && b < N);
             if ((inside && starts) || strlen(v->text[a]) + strlen(v->text[b]) >= VOCAB_TEXT / 2)
                 continue;
             if (++count[a][b] > most) {
