@@ -169,11 +169,14 @@ INSIDE_FN size_t inside_params_size(rocq_op op) {
     return (size_t)rocq__ops[op]->params_size;
 }
 
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpedantic" // some of these return what is void
 #define INSIDE_DEFINED(result, name, parameters, arguments)                                        \
     INSIDE_FN result inside_##name parameters {                                                    \
         return rocq__##name arguments;                                                             \
     }
 INSIDE_FUNCTIONS(INSIDE_DEFINED)
+#pragma GCC diagnostic pop
 
 #endif // ROCQ_IMPLEMENTATION
 
