@@ -10338,13 +10338,12 @@ struct rocq__mm_kernels {
     rocq_format format;
     int32_t raise, depth, last;         // see ROCQ__MM_KERNELS
     rocq__mm_pack pack;
-    rocq__mm_pack_pair pack_pair[2][2]; // [w is interleaved][the processor has AVX-512]
+    rocq__mm_pack_pair pack_pair[2][2]; // [w is interleaved][for AVX-512, see vbmi]
     rocq__mm_pass pass[2][3];           // [w is interleaved], for AVX2, AVX-VNNI and AVX-512
     rocq__mm_pass wide_pass;            // of 16 rows in the file's layout, for AVX-512
-    rocq__mm_pack_pair wide_pack;       // by the blocks of wide_pass, or NULL
     rocq__take_book take_book;          // with a codebook: unpacks a block;
     size_t book;                        // and the codebook's place in rocq__books
-    bool vbmi;                          // wide_pass takes AVX-512's permutations of bytes
+    bool vbmi;                          // what is for AVX-512 takes its permutations of bytes
 };
 #endif
 
@@ -12891,9 +12890,7 @@ ROCQ__BLOCK_AVX512(mxfp6_e2m3) {
             const __mmask64 negative = _mm512_test_epi8_mask(code, _mm512_set1_epi8(32));
             const __m512i low = _mm512_and_si512(code, _mm512_set1_epi8(15));
             const __m512i size = _mm512_mask_shuffle_epi8(low, is_upper, upper, low);
-            const int64_t k = 32 * b + 4 * j;
-            if (to->codes) rocq__put_signed_avx512(to, size, negative, k);
-            else dot = rocq__dot_signed_avx512(dot, size, negative, to->x + k);
+            dot = rocq__dot_signed_avx512(dot, size, negative, to->x + 32 * b + 4 * j);
         }
         const __m512i e = _mm512_and_si512(_mm512_srli_epi32(lanes[6 * b], 8 * (unsigned)b),
                                            _mm512_set1_epi32(255));
@@ -13510,19 +13507,18 @@ ROCQ__WIDE void rocq__pass_avx512(float *sums, const rocq__mm_tile *tile,
     _mm512_storeu_ps(sums, to.sum);
 }
 
-// Decodes a pair (rocq__mm_pack_pair) by the blocks of such a pass, n at a time. By AVX2, which
-// decoded these formats before, two columns took 1.3 to 3.7 times as long as one, often longer than
-// a pass for each. With this they take 1.1 to 1.5 times as long as one, and eight columns are 1.2
-// to 2.0 times as fast as before (Emerald Rapids, 1024 x 768 and 4096 x 4096).
+// Decodes a pair (rocq__mm_pack_pair) by the blocks of such a pass. With codebooks two columns take
+// 1.1 to 1.5 times as long as one so. Decoded by AVX2 they took 1.3 to 3.7 times as long, often
+// longer than a pass for each, and eight columns 1.2 to 2.0 times as long as by this (Emerald
+// Rapids, 1024 x 768 and 4096 x 4096).
 ROCQ__WIDE void rocq__pack_blocks_avx512(rocq__mm_pair *pair, const rocq__mm_rows *rows,
-                                         rocq__block_avx512 block, const rocq__codec *codec,
-                                         const int n) {
+                                         rocq__block_avx512 block, const rocq__codec *codec) {
     rocq__wide_sink to = {NULL, NULL, rows->books, _mm512_setzero_ps(), pair->codes, pair->scale};
-    for (int64_t b = 0; b < rows->n_blocks; b += n) {
+    for (int64_t b = 0; b < rows->n_blocks; b++) {
         const int64_t at = b * codec->info.block_bytes;
-        block(&to, rocq__sixteen_at(rows, at, true, rows->ahead), n);
-        to.codes += n * codec->info.block_elems / 4;
-        to.scale += n * codec->info.block_elems / codec->group;
+        block(&to, rocq__sixteen_at(rows, at, true, rows->ahead), 1);
+        to.codes += codec->info.block_elems / 4;
+        to.scale += codec->info.block_elems / codec->group;
     }
 }
 
@@ -13769,15 +13765,11 @@ ROCQ__BOOK(iq1)
     }                                                                                             \
     ROCQ__TARGET_VBMI static void rocq__pack_##name##_vbmi(rocq__mm_pair *pair,                   \
                                                            const rocq__mm_rows *rows) {           \
-        rocq__pack_blocks_avx512(pair, rows, rocq__block_##name##_vbmi, &rocq__codec_##name, 1);  \
+        rocq__pack_blocks_avx512(pair, rows, rocq__block_##name##_vbmi, &rocq__codec_##name);     \
     }
 ROCQ__X(iq1_s) ROCQ__X(iq1_m) ROCQ__X(iq2_xxs) ROCQ__X(iq2_xs) ROCQ__X(iq2_s)
 ROCQ__X(iq3_xxs) ROCQ__X(iq3_s)
 #undef ROCQ__X
-ROCQ__TARGET_AVX512 static void rocq__pack_mxfp6_e2m3_wide(rocq__mm_pair *pair,
-                                                           const rocq__mm_rows *rows) {
-    rocq__pack_blocks_avx512(pair, rows, rocq__block_mxfp6_e2m3_avx512, &rocq__codec_mxfp6_e2m3, 4);
-}
 #undef ROCQ__PACK
 #undef ROCQ__PASS
 #undef ROCQ__PASS_AVX512
@@ -13795,14 +13787,14 @@ static const rocq__mm_kernels *rocq__mm_kernels_of(rocq_format format) {
       {ROCQ__IF_##interleaved(rocq__pass_interleaved_##name##_avx2, NULL),                        \
        ROCQ__IF_##its_vnni(rocq__pass_interleaved_##name##_avx_vnni, NULL),                       \
        ROCQ__IF_##interleaved(rocq__pass_interleaved_##name##_avx512, NULL)}},                    \
-     ROCQ__IF_##at_once(rocq__pass_##name##_avx512, NULL),                                        \
-     ROCQ_##NAME == ROCQ_MXFP6_E2M3 ? rocq__pack_mxfp6_e2m3_wide : NULL, NULL, 0, false},
+     ROCQ__IF_##at_once(rocq__pass_##name##_avx512, NULL), NULL, 0, false},
         ROCQ__MM_KERNELS(ROCQ__X)
 #undef ROCQ__X
 #define ROCQ__X(NAME, name, entry, of)                                                            \
-    {ROCQ_##NAME, 0, 0, 1, rocq__pack_##entry##_avx2, {{NULL, NULL}, {NULL, NULL}},               \
+    {ROCQ_##NAME, 0, 0, 1, rocq__pack_##entry##_avx2,                                             \
+     {{NULL, rocq__pack_##name##_vbmi}, {NULL, NULL}},                                            \
      {{rocq__pass_##entry##_avx2, NULL, NULL}, {NULL, NULL, NULL}}, rocq__pass_##name##_vbmi,     \
-     rocq__pack_##name##_vbmi, rocq__book_##name##_avx2, offsetof(rocq__books, of), true},
+     rocq__book_##name##_avx2, offsetof(rocq__books, of), true},
         ROCQ__X(IQ1_S, iq1_s, iq1, iq1)
         ROCQ__X(IQ1_M, iq1_m, iq1, iq1)
         ROCQ__X(IQ2_XXS, iq2_xxs, eights, iq2_xxs)
@@ -13859,12 +13851,9 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     mm->books = books;
     mm->pack = kernels->pack;
     mm->dot = rocq__dot_int8_for(mm->group, kernels->depth);
-    const bool wide = kernels->wide_pass && (kernels->vbmi ? mm->vbmi : mm->avx512) &&
-                      !mm->interleaved &&
-                      mm->w->ne[0] % (kernels->last * codec->info.block_elems) == 0;
+    const bool avx512 = kernels->vbmi ? mm->vbmi : mm->avx512;
     if (mm->n != 1) {
-        mm->pack_pair = kernels->pack_pair[mm->interleaved][mm->avx512];
-        if (wide && kernels->wide_pack) mm->pack_pair = kernels->wide_pack;
+        mm->pack_pair = kernels->pack_pair[mm->interleaved][avx512];
         if (!mm->avx512) return;
         rocq__mm_choose_dot_avx512(mm);
         mm->add_128 = is_signed;
@@ -13874,7 +13863,10 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     mm->pass = mm->avx512 && pass[2] ? pass[2] : mm->avx_vnni && pass[1] ? pass[1] : pass[0];
     if (is_signed && mm->pass != pass[0]) mm->offset = 128;
     mm->wide_pass = mm->interleaved ? mm->pass : NULL;
-    if (wide) mm->wide_pass = kernels->wide_pass;
+    if (avx512 && !mm->interleaved && kernels->wide_pass &&
+        mm->w->ne[0] % (kernels->last * codec->info.block_elems) == 0) {
+        mm->wide_pass = kernels->wide_pass;
+    }
 #endif
 }
 
