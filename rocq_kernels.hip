@@ -2811,8 +2811,8 @@ template <int F, int N> DEV constexpr bool is_iq1() {
     return N == 1 && (F == ROCQ_IQ1_S || F == ROCQ_IQ1_M);
 }
 // The dots of both halves. With a digit t of 0 to 2 a code is 8 (t - 1) + 1, or 8 (t - 1) - 1 where
-// iq1_lower says so. So the dot of eight codes is that of 8 t, less 7 or 9 times the sum of x, which
-// the compiler computes once for all rows.
+// iq1_lower says so. So the dot of eight codes is that of 8 t, less 7 or 9 times the sum of x. The
+// compiler computes that sum once for all rows.
 template <int F> DEV void iq1_dots(const uint32_t q[8], const matvec_x &x, int dot[2]) {
     const int ones = 0x01010101;
 #pragma unroll
