@@ -11070,9 +11070,10 @@ ROCQ__DOT_ROW(bf16, BF16)
 // of two rows, and is multiplied with eight floats of a column, which another holds twice. With six
 // columns 24 of 32 registers are sums, and ten loads feed 24 multiplications. With seven or eight
 // columns, whose sums of eight rows do not fit the registers, four rows are multiplied at once, so
-// that each is converted once and not for half of the columns: F16 is 1.2 and BF16 1.3 times as
-// fast (Emerald Rapids). F32, which needs no conversion, gains nothing. eights, a constant: the
-// panel is F32 at rows->at[0], [k / 8][row][8]. half, too: 0 for all rows, 1 or 2 for four of them.
+// that each row is converted once instead of once for each half of the columns: F16 is 1.2 and
+// BF16 1.3 times as fast (Emerald Rapids). F32 needs no conversion and keeps six columns. Constants
+// where this is inlined: eights, whether the panel is F32 at rows->at[0], [k / 8][row][8]; half, 0
+// for all eight rows, 1 for the first four, 2 for the last four.
 ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_some_rows(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows, const rocq_format format, int64_t k,
     rocq__mm_floats columns, bool fetch, const bool eights, const int half) {
@@ -12182,8 +12183,9 @@ typedef struct rocq__wide_sink {
     const rocq__mm_group *x_groups;
     const rocq__books *books;
     __m512 sum;
-    // Not NULL: a block's codes plus 128 and its scales are stored here, in a pair, and nothing is
-    // multiplied (rocq__pack_blocks_avx512). Compilers know which where a block is inlined.
+    // NULL in a pass. For a pack of a pair (rocq__pack_blocks_avx512) a block stores its codes plus
+    // 128 and its scales here, and multiplies nothing. A block is inlined into its pass and into
+    // its pack, so this is known when it is compiled and costs no branch.
     int8_t (*codes)[ROCQ__MM_PAIR][4];
     float (*scale)[ROCQ__MM_PAIR];
 } rocq__wide_sink;
@@ -12324,8 +12326,8 @@ ROCQ__WIDE __m512i rocq__dot_signed_avx512(__m512i dot, __m512i w, __mmask64 neg
     return _mm512_dpbusd_epi32(dot, w, _mm512_mask_sub_epi8(plus, negative, zero, plus));
 }
 
-// Stores four codes of each row, from element `at` of its block on, for a pair: magnitudes w, of
-// which those of the mask are negative.
+// Stores four codes of each row in the pair, those of elements `at` to at + 3 of the block. w:
+// their magnitudes; negative: which of them are to be negated.
 ROCQ__WIDE void rocq__put_signed_avx512(rocq__wide_sink *to, __m512i w, __mmask64 negative,
                                         int64_t at) {
     const __m512i high = _mm512_set1_epi8(-128), raised = _mm512_add_epi8(high, w);
@@ -12984,9 +12986,10 @@ ROCQ__BYTEWISE void rocq__turn_x_vbmi(int8_t turned[256], const rocq__wide_sink 
     }
 }
 
-// Adds the products of 16 elements of each row, from element `at` of its block on. Element 4 b + j
-// of these is byte b of code[j] or, for a pair, byte j of code[b]; its sign is bit j of byte b of
-// `signs`. x: of rocq__turn_x_vbmi.
+// Takes 16 elements of each row, from element `at` of its block on: adds their products to dot in a
+// pass, or stores them in the pair of a pack. In a pass element 4 b + j of these is byte b of
+// code[j], as x is turned by rocq__turn_x_vbmi, and in a pack byte j of code[b]. Its sign is bit j
+// of byte b of `signs`.
 ROCQ__BYTEWISE __m512i rocq__dot_16_vbmi(rocq__wide_sink *to, __m512i dot, const __m512i code[4],
                                          __m512i signs, const int8_t *x, int64_t at) {
     ROCQ__UNROLL
@@ -13034,7 +13037,7 @@ ROCQ__BYTEWISE void rocq__eights_vbmi(__m512i code[2][4], const rocq__wide_sink 
     }
 }
 
-// The same of IQ3: four entries of four, in their order.
+// The same for 16 elements of IQ3, which are four entries of four, in their order.
 ROCQ__BYTEWISE __m512i rocq__dot_fours_vbmi(rocq__wide_sink *to, __m512i dot,
                                             const rocq__byte_book *book, const int n, __m512i low,
                                             const __mmask64 high[3], __m512i signs,
@@ -23938,8 +23941,9 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     const rocq__cost cost = job->cost, none = {0.0, 0.0, 0.0};
     memset(&args, 0, sizeof args);
     sort.columns = (int32_t)columns;
-    sort.pairs = // the lists are integers, as large as floats
-        (int32_t *)(void *)rocq__job_work(job, g->n_pairs + 4 * n_tiles + n_experts, 1, 1, 1);
+    const int64_t ints_ne[4] = {g->n_pairs + 4 * n_tiles + n_experts, 1, 1, 1};
+    const rocq_tensor ints = rocq__job_tensor(job, ROCQ_I32, ROCQ_LAYOUT_GGUF, ints_ne, ints_ne[0]);
+    sort.pairs = (int32_t *)rocq__device_data(&ints);
     sort.tiles = (int32_t *)((uintptr_t)sort.pairs + (uintptr_t)g->n_pairs * 4);
     sort.n_fetched = (int32_t)rocq__experts_n_fetched(job, g);
     if (sort.n_fetched > 0) {

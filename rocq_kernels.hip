@@ -2817,7 +2817,8 @@ template <int F> DEV void iq1_dots(const uint32_t q[8], const matvec_x &x, int d
     const int ones = 0x01010101;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        int sum[2], first = 0, last = 0; // of x; products of elements 0-3 of each eight, and of 4-7
+        int sum[2];              // of x, for each eight
+        int first = 0, last = 0; // products of the eights' elements 0-3, and of their elements 4-7
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int l = 2 * h + i;
@@ -3094,12 +3095,14 @@ DEV raw<ROCQ_Q8_0> matvec_row_unit(const u32x4 *lds, uint32_t unit) {
 // made there by a block of matvec_row_*.
 enum { X_IN_MEMORY, X_OF_EXPERTS, X_IN_LDS };
 
-// How often the loop over K is unrolled where a step multiplies what it has loaded itself; 0 where
-// a step loads what the next one multiplies. With one column the former has fewer instructions and
-// leaves registers for more loads at once. On an H200 it takes 0.85 to 0.98 of the time with x in
-// LDS (4096 x 4096), if it is unrolled in those formats whose units need few registers. With x in
-// memory and the registers of matvec_waves it takes 0.83 to 1.0 (4096 x 14336), but Q8_0, Q2_K and
-// MXFP4 take 1.0 to 1.1. Experts take 0.96 to 1.08 for one token and 1.02 to 1.07 for four.
+// The loop over K of matvec_int8_sums has two forms. In one, which RDNA3 always has, a step loads
+// the weights that the next step multiplies. In the other a step multiplies the weights that it has
+// loaded itself, which takes fewer instructions and leaves registers for more loads at once. This
+// returns 0 for the first form, and for the second how often its loop is unrolled. On an H200 with
+// one column the second takes 0.85 to 0.98 of the first's time with x in LDS (4096 x 4096), if it
+// is unrolled in those formats whose units need few registers. With x in memory and the registers
+// of matvec_waves it takes 0.83 to 1.0 (4096 x 14336), but 1.0 to 1.1 in Q8_0, Q2_K and MXFP4.
+// Experts take 0.96 to 1.08 for one token and 1.02 to 1.07 for four.
 constexpr int matvec_unrolling(int format, int n, int x) {
     const bool small = format == ROCQ_Q4_0 || format == ROCQ_Q4_1 || format == ROCQ_Q8_0 ||
                        format == ROCQ_Q2_K || format == ROCQ_Q3_K || format == ROCQ_Q4_K ||
